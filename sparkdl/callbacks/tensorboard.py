@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sparkdl.callbacks.base import Callback, Training, imported
 from sparkdl.errors import ConfigError
@@ -18,7 +17,6 @@ from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.phases import PHASES
 from sparkdl.report.history import VALIDATION, metrics_of
 from sparkdl.report.page import save_report
-from sparkdl.report.recording import Recording, Setup
 
 TENSORBOARD = {"package": "tensorboard", "extra": "tensorboard", "who": "TensorBoard(log_dir)"}
 
@@ -53,60 +51,45 @@ class TensorBoard(Callback):
         imported("tensorboard", **TENSORBOARD)
         module = imported("torch.utils.tensorboard", **TENSORBOARD)
         purge = training.step + 1 if training.resumed else None
-        training.kept[self] = _Curves(module.SummaryWriter(self.log_dir, purge_step=purge))
+        writer = module.SummaryWriter(self.log_dir, purge_step=purge)
+        training.kept[self] = writer, 0.0
         if not training.resumed:
-            training.kept[self].settings(training.recording.setup)
+            setup = training.recording.setup
+            settings = {"model": setup.model, "strategy": setup.strategy, **setup.settings}
+            rows = "\n".join(f"| {_cell(k)} | {_cell(v)} |" for k, v in sorted(settings.items()))
+            writer.add_text("settings", f"| name | value |\n|---|---|\n{rows}", 0)
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
         """Write the mean loss of the round's windows."""
         divisor = sum(report.divisor for report in reports)
         if divisor:
             mean = sum(report.loss_sum for report in reports) / divisor
-            training.kept[self].writer.add_scalar("loss/round", mean, training.step)
+            training.kept[self][0].add_scalar("loss/round", mean, training.step)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Write the epoch's numbers."""
-        curves: _Curves = training.kept[self]
+        writer, before = training.kept[self]
+        seconds = training.recording.seconds.sum(axis=0)
+        # Where the workers' time went since the last epoch.
+        gone = seconds - before
+        training.kept[self] = writer, seconds
         values = {
             f"{_curve(name, summary)}/{_kind(name, summary)}": value
             for name, value in metrics_of(summary).items()
         }
         values["speed/rows_per_second"] = summary.examples_per_second
         values["speed/epoch_seconds"] = summary.seconds
-        for name, value in {**values, **curves.shares(training.recording)}.items():
-            curves.writer.add_scalar(name, value, training.step)
-        curves.writer.flush()
+        whole = float(gone.sum()) or 1.0
+        values |= {f"time/{name}": float(gone[k]) / whole for k, name in enumerate(PHASES)}
+        for name, value in values.items():
+            writer.add_scalar(name, value, training.step)
+        writer.flush()
 
     def on_end(self, training: Training, error: BaseException | None) -> None:
         """Close the files."""
-        curves = training.kept.pop(self, None)
-        if curves is not None:
-            curves.writer.close()
-
-
-class _Curves:
-    """The files of one fit.
-
-    Args:
-        writer: what writes to them.
-    """
-
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
-        self._seconds: Any = 0.0
-
-    def settings(self, setup: Setup) -> None:
-        """Write what is trained, and how."""
-        settings = {"model": setup.model, "strategy": setup.strategy, **setup.settings}
-        rows = "\n".join(f"| {_cell(k)} | {_cell(v)} |" for k, v in sorted(settings.items()))
-        self.writer.add_text("settings", f"| name | value |\n|---|---|\n{rows}", 0)
-
-    def shares(self, recording: Recording) -> dict[str, float]:
-        """Where the workers' time went since the last call."""
-        seconds = recording.seconds.sum(axis=0)
-        gone, self._seconds = seconds - self._seconds, seconds
-        whole = float(gone.sum()) or 1.0
-        return {f"time/{name}": float(gone[k]) / whole for k, name in enumerate(PHASES)}
+        writer, _ = training.kept.pop(self, (None, None))
+        if writer is not None:
+            writer.close()
 
 
 def _curve(name: str, summary: EpochSummary) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pyspark.ml.param import Param
+
 from sparkdl.arguments import require_whole
 from sparkdl.dedup.hashing import HASHES
 from sparkdl.errors import ConfigError
@@ -25,8 +27,7 @@ def _threshold(value: Any) -> int:
 
 
 class _ColumnParams(DeclaredParams, group="Columns"):
-    inputCol = Declaration(
-        str,
+    inputCol: Param[str] = Declaration(
         nonempty_text,
         "image",
         "the column that is compared",
@@ -34,16 +35,14 @@ class _ColumnParams(DeclaredParams, group="Columns"):
         "hash='simhash', longs for hash='given'.",
         named=True,
     )
-    within = Declaration(
-        str | None,
+    within: Param[str | None] = Declaration(
         lambda name: optional(nonempty_text(name)),
         "label",
         "the column whose equal values are compared with each other; None compares all rows",
         "Null is a value like another.",
         named=True,
     )
-    keep = Declaration(
-        str,
+    keep: Param[str] = Declaration(
         nonempty_text,
         "id",
         "the column that decides which of near rows stays: that with the smallest value",
@@ -61,8 +60,7 @@ class DedupParams(_ColumnParams, group="Rows"):
         "'dhash', 'ahash', 'phash' and 'whash' are hashes of images, as the imagehash package has "
         "them, 'simhash' is one of texts, and 'given' says that inputCol has hashes of 64 bits.",
     )
-    threshold = Declaration(
-        int,
+    threshold: Param[int] = Declaration(
         _threshold,
         4,
         "the most bits of 64 in which the hashes of near rows differ",

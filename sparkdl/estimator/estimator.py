@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 from pyspark.ml import Estimator
-from pyspark.ml.param import Param
+from pyspark.ml.param import Param, Params
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from typing_extensions import Self
@@ -21,15 +20,20 @@ from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
-from sparkdl.estimator.checks.values import UnbalancedError
+from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.in_stage import fit_in_stage, require_in_stage
 from sparkdl.estimator.model import TorchModel
-from sparkdl.estimator.outputs import ChosenOutputs, SharedParams
+from sparkdl.estimator.outputs import ChosenOutputs
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.estimator.params.estimators import TorchEstimatorParams
 from sparkdl.estimator.params.settings import settings_of
-from sparkdl.estimator.persistence import EstimatorReader, EstimatorWriter, require_savable_grid
+from sparkdl.estimator.persistence import (
+    DirectoryWriter,
+    StageReader,
+    read_estimator,
+    require_savable_grid,
+)
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
@@ -41,39 +45,32 @@ from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
 from sparkdl.strategies import ParameterAveraging
 
-logger = logging.getLogger(__name__)
-
 M = TypeVar("M", bound=FittedModel)
 ParamMap = dict[Param[Any], Any]
 
 
 class BaseEstimator(
-    Estimator[M], SharedParams, MLWritable, MLReadable["BaseEstimator[Any]"], Generic[M]
+    Estimator[M], FitSettings, MLWritable, MLReadable["BaseEstimator[Any]"], Generic[M]
 ):
     """Trains a PyTorch model; subclasses say what kind of model comes out.
 
     They define ``_model``: the arguments of ``FittedModel`` -> the model.
     """
 
+    _model: Callable[..., M]
+
     def __init__(self) -> None:
         super().__init__()
         self._setDefault(strategy=ParameterAveraging())
 
-    def _model(self, *args: Any, **kwargs: Any) -> M:
-        raise NotImplementedError
-
-    def _as_given(self) -> Self:
-        """This estimator with the columns that the user named, not those added for a fit."""
-        return self
-
-    def write(self) -> EstimatorWriter:
+    def write(self) -> DirectoryWriter:
         """A writer: ``estimator.write().overwrite().save(path)``."""
-        return EstimatorWriter(self)
+        return DirectoryWriter(self)
 
     @classmethod
-    def read(cls, *, trust: TrustArgument = False) -> EstimatorReader:
+    def read(cls, *, trust: TrustArgument = False) -> StageReader:
         """A reader; for ``trust`` see ``load``."""
-        return EstimatorReader(cls, trust=trust)
+        return StageReader(partial(read_estimator, cls, trust))
 
     @classmethod
     def load(cls, path: str, *, trust: TrustArgument = False) -> Self:
@@ -182,78 +179,66 @@ class BaseEstimator(
 
     def _fit(self, dataset: DataFrame, warm_start: FittedModel | None = None) -> M:
         """Called by ``fit``; see the class."""
+        return self._trained(Params.copy(self), dataset, warm_start)
+
+    def _trained(
+        self, settings: FitSettings, dataset: DataFrame, warm_start: FittedModel | None
+    ) -> M:
+        """Train by some settings; the model, and what is reported, have one's own."""
         # What is made in the caller's inference mode could not be trained.
         with torch.inference_mode(False), compiler_deferred():
-            return self._trained(dataset, warm_start)
+            start = None if warm_start is None else warm_start.module
+            plan, replica = plan_fit(settings, dataset, start)
+            spark, workers = dataset.sparkSession, plan.workers
+            train: Callable[[], tuple[Outcome, Checked]]
+            if is_of_connect(spark):
+                module = replica.release()
+                require_in_stage(plan, module)
+                train = partial(fit_in_stage, plan, module)
+            else:
+                train = partial(self._train, plan, RowChecks(replica))
+            del replica  # only the checks hold it, until they need it no more
+            with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
+                try:
+                    return self._fitted(plan, *train())
+                except CallbackError as error:
+                    if error.model is not None:
+                        error.model = self._fitted(plan, *error.model)
+                    raise
 
-    def _trained(self, dataset: DataFrame, warm_start: FittedModel | None) -> M:
-        start = None if warm_start is None else warm_start.module
-        plan, replica = plan_fit(self, dataset, start)
-        spark, workers = dataset.sparkSession, plan.workers
-        train: Callable[[], tuple[Outcome, Checked]]
-        if is_of_connect(spark):
-            module = replica.release()
-            require_in_stage(plan, module)
-            train = partial(fit_in_stage, plan, self, module)
-        else:
-            train = partial(self._train_evenly, plan, RowChecks(replica, self))
-        del replica  # only the checks hold it, until they need it no more
-        with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
-            try:
-                return self._fitted(plan, *train())
-            except CallbackError as error:
-                if error.model is not None:
-                    error.model = self._fitted(plan, *error.model)
-                raise
-
-    def _train_evenly(self, plan: FitPlan, checks: RowChecks) -> tuple[Outcome, Checked]:
-        """Train; if the partitions turn out too unequal, start over with Spark's shuffle."""
-        settings = plan.settings
-        with ProgressBar(settings.epochs, visible=settings.progress) as progress:
-            try:
-                return self._train(plan, checks, progress)
-            except UnbalancedError as error:
-                logger.info("training starts over: %s", error)
-            # After the handler, since a second attempt's errors would be chained to the first's.
-            return self._train(plan.spread(), checks, progress)
-
-    def _train(
-        self, plan: FitPlan, checks: RowChecks, progress: ProgressBar
-    ) -> tuple[Outcome, Checked]:
+    def _train(self, plan: FitPlan, checks: RowChecks) -> tuple[Outcome, Checked]:
         spark, settings = plan.workers.frame.sparkSession, plan.settings
         host, advertised_host = driver_hosts(spark)
-        try:
-            outcome = run(
-                plan.job,
-                plan.workers.num_workers,
-                launch(plan.workers, plan.job),
-                RunOptions(
-                    checkpoints=settings.checkpoint_policy(spark.sparkContext.applicationId),
-                    warm_start=plan.warm_start,
-                    edge=EdgeOptions(
-                        host=host, advertised_host=advertised_host, ports=driver_ports(spark)
-                    ),
-                ),
-                Observers(
-                    check=partial(checks.check, plan),
-                    on_event=progress,
-                    callbacks=settings.driver_callbacks,
-                    settings=settings_of(self._as_given()),
-                ),
+        checkpoints = settings.checkpoint_policy(spark.sparkContext.applicationId)
+        edge = EdgeOptions(host=host, advertised_host=advertised_host, ports=driver_ports(spark))
+        with ProgressBar(settings.getEpochs(), visible=settings.getProgress()) as progress:
+            observers = Observers(
+                check=partial(checks.check, plan),
+                on_event=progress,
+                callbacks=settings.driver_callbacks(),
+                settings=settings_of(self),
             )
-        except CallbackError as error:
-            if isinstance(error.model, Outcome):
-                error.model = error.model, checks.result()
-            raise
+            try:
+                outcome = run(
+                    plan.job,
+                    plan.workers.num_workers,
+                    launch(plan.workers, plan.job),
+                    RunOptions(checkpoints=checkpoints, warm_start=plan.warm_start, edge=edge),
+                    observers,
+                )
+            except CallbackError as error:
+                if isinstance(error.model, Outcome):
+                    error.model = error.model, checks.result()
+                raise
         return outcome, checks.result()
 
     def _fitted(self, plan: FitPlan, outcome: Outcome, checked: Checked) -> M:
-        given, recording = self._as_given(), outcome.recording
-        recording.setup = replace(recording.setup, settings=settings_of(given))
+        recording = outcome.recording
+        recording.setup = replace(recording.setup, settings=settings_of(self))
         model = self._model(
             outcome.module,
             checked.features,
-            builder=plan.settings.model,
+            builder=plan.settings.getModel(),
             head=plan.head,
             widths=checked.widths,
             labels=checked.labels,
@@ -261,11 +246,11 @@ class BaseEstimator(
             history=outcome.history,
             summary=TrainingSummary(recording),
         )
-        return given._copyValues(model)
+        return self._copyValues(model)
 
 
 @constructor()
-class TorchEstimator(TorchEstimatorParams, ChosenOutputs, BaseEstimator[TorchModel]):
+class TorchEstimator(TorchEstimatorParams, BaseEstimator[TorchModel], ChosenOutputs):
     """Trains a PyTorch model on a Spark DataFrame, with replicas that stay in the executors.
 
     Every argument is a pyspark.ml Param with a getter and a setter. They come in groups:
@@ -274,5 +259,4 @@ class TorchEstimator(TorchEstimatorParams, ChosenOutputs, BaseEstimator[TorchMod
         ConfigError: an argument is unknown or out of range.
     """
 
-    def _model(self, *args: Any, **kwargs: Any) -> TorchModel:
-        return TorchModel(*args, **kwargs)
+    _model = TorchModel

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from torch import nn
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
-from sparkdl.checkpoint.module_files import SavedModule
+from sparkdl.checkpoint.module_files import SavedModule, read_module
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.labels import label_tensors
 from sparkdl.estimator.outputs import MetricInputs, SharedParams
 from sparkdl.estimator.params.columns import InferenceParams
-from sparkdl.estimator.persistence import ModelReader, ModelWriter
+from sparkdl.estimator.persistence import ModelWriter, StageReader
 from sparkdl.estimator.schema import scalar_column
 from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.metrics import Metrics
@@ -173,10 +174,9 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         taken = _taken(names, dataset)
         if taken is not None:
             name, present = taken
-            setter = "setLossCol" if name == score else self.setter_of(name)
             raise DataError(
                 f"the DataFrame already has a column '{present}'. Drop it, or choose another "
-                f"name: model.{setter}(...)"
+                f"name: model.{self.setter_of(name)}(...)"
             )
         columns, specs = self._inputs(dataset)
         spark, given = dataset.sparkSession, [each.name for each in specs]
@@ -298,9 +298,9 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         return ModelWriter(self, saved)
 
     @classmethod
-    def read(cls, *, trust: TrustArgument = False) -> ModelReader:
+    def read(cls, *, trust: TrustArgument = False) -> StageReader:
         """A reader; for ``trust`` see ``load``."""
-        return ModelReader(cls._from_saved, trust=trust)
+        return StageReader(lambda directory, _: cls._from_saved(directory, trust))
 
     @classmethod
     def load(cls, path: str, *, trust: TrustArgument = False) -> Self:
@@ -319,7 +319,8 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         return model
 
     @classmethod
-    def _from_saved(cls, saved: SavedModule) -> Self:
+    def _from_saved(cls, directory: Path, trust: TrustArgument) -> Self:
+        saved = read_module(directory, trust=trust)
         if saved.head not in [head.value for head in Head]:
             raise ConfigError(
                 f"the saved model declares an unknown meaning of its outputs: {saved.head!r}"

@@ -84,27 +84,19 @@ class Head(Enum):
         else:
             raise ConfigError(
                 "outputType='probability' needs a loss that defines what the outputs mean "
-                f"({', '.join(cls.__name__ for cls in _BY_CLASS)}). Use outputType='raw' and turn "
-                "the outputs into probabilities yourself"
+                f"({', '.join(kind.__name__ for kind, _, _ in _LOSSES)}). Use outputType='raw' and "
+                "turn the outputs into probabilities yourself"
             )
         return torch.stack([1 - positive, positive], dim=1)
 
 
-_BY_CLASS: dict[type[nn.Module], Head] = {
-    nn.CrossEntropyLoss: Head.LOGITS,
-    nn.NLLLoss: Head.LOG_PROBABILITIES,
-    nn.BCEWithLogitsLoss: Head.BINARY_LOGIT,
-    nn.BCELoss: Head.BINARY_PROBABILITY,
-    nn.MultiMarginLoss: Head.SCORES,
-}
-
-_BY_FUNCTION: dict[Callable[..., Tensor], Head] = {
-    functional.cross_entropy: Head.LOGITS,
-    functional.nll_loss: Head.LOG_PROBABILITIES,
-    functional.binary_cross_entropy_with_logits: Head.BINARY_LOGIT,
-    functional.binary_cross_entropy: Head.BINARY_PROBABILITY,
-    functional.multi_margin_loss: Head.SCORES,
-}
+_LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Head]] = [
+    (nn.CrossEntropyLoss, functional.cross_entropy, Head.LOGITS),
+    (nn.NLLLoss, functional.nll_loss, Head.LOG_PROBABILITIES),
+    (nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits, Head.BINARY_LOGIT),
+    (nn.BCELoss, functional.binary_cross_entropy, Head.BINARY_PROBABILITY),
+    (nn.MultiMarginLoss, functional.multi_margin_loss, Head.SCORES),
+]
 
 
 def head_of(loss: Any) -> Head:
@@ -115,13 +107,8 @@ def head_of(loss: Any) -> Head:
     """
     while isinstance(loss, functools.partial):
         loss = loss.func
-    for kind, head in _BY_CLASS.items():
-        if isinstance(loss, kind):
-            return head
-    try:
-        return _BY_FUNCTION.get(loss, Head.UNKNOWN)
-    except TypeError:  # an unhashable callable is not one of torch's
-        return Head.UNKNOWN
+    known = (head for kind, call, head in _LOSSES if isinstance(loss, kind) or loss is call)
+    return next(known, Head.UNKNOWN)
 
 
 def output_function(

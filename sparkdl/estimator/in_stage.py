@@ -24,7 +24,6 @@ from sparkdl.errors import CallbackError, ConfigError, TrainingError, WorkerLost
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import FitPlan
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks
-from sparkdl.estimator.outputs import SharedParams
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.redaction import shown
 from sparkdl.report.recording import Recording
@@ -49,12 +48,11 @@ _OUTCOME: Any = {
 }
 
 
-def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tuple[Outcome, Checked]:
+def fit_in_stage(plan: FitPlan, module: nn.Module) -> tuple[Outcome, Checked]:
     """Train in a stage of its own, again if a worker was lost and another try is allowed.
 
     Args:
         plan: of the fit.
-        params: the estimator.
         module: as it was built here; it receives the trained values.
 
     Returns:
@@ -74,7 +72,7 @@ def fit_in_stage(plan: FitPlan, params: SharedParams, module: nn.Module) -> tupl
     job = replace(plan.job, max_failures=0, min_workers=1)
     remote = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
     while True:
-        serve, names = partial(_serve, remote, params, checkpoints), set[str]()
+        serve, names = partial(_serve, remote, checkpoints), set[str]()
         payload = pickled((job, workers.network, in_memory, workers.device, True, serve), names)
         try:
             result, _ = read_stage(
@@ -111,7 +109,7 @@ def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
     """
     spark = plan.workers.frame.sparkSession
     instead = "a session in the driver (spark-submit)"
-    for each in plan.settings.driver_callbacks:
+    for each in plan.settings.driver_callbacks():
         if type(each) not in _BESIDE:
             raise ConfigError(
                 f"{type(each).__name__} runs in the driver between rounds, but with Spark Connect "
@@ -127,17 +125,16 @@ def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
             f"allows {most / 1e6:.0f} MB: set it to more, and spark.driver.memory to several times "
             f"as much, or use {instead}"
         )
-    if plan.settings.min_workers > 1:
+    if plan.settings.getMinWorkers() > 1:
         logger.warning(
             "minWorkers=%d has no effect with Spark Connect: Spark ends all workers if one is "
             "lost, and all start again",
-            plan.settings.min_workers,
+            plan.settings.getMinWorkers(),
         )
 
 
 def _serve(
     plan: FitPlan,
-    params: SharedParams,
     checkpoints: CheckpointPolicy | None,
     host: str,
     workers: StartWorkers,
@@ -147,7 +144,6 @@ def _serve(
 
     Args:
         plan: of the fit, without the DataFrame.
-        params: the estimator.
         checkpoints: where to write them, and whether to resume from one.
         host: this one's name.
         workers: starts them.
@@ -162,7 +158,7 @@ def _serve(
         with RunService(averager, None, logs.show), workers(averager.address, averager.fail):
             yield
 
-    job, settings, header = plan.job, plan.settings, dict[str, Any]()
+    job, header = plan.job, dict[str, Any]()
     edge = EdgeOptions(host=host, advertised_host=host)
     with torch.inference_mode(False), compiler_deferred():
         replica = build(
@@ -173,7 +169,7 @@ def _serve(
             clip_norm=job.clip_norm,
             features_as_kwargs=job.features_as_kwargs,
         )
-        checks = RowChecks(replica, params)
+        checks = RowChecks(replica)
         del replica  # only the checks hold it, until they need it no more
         try:
             outcome = run(
@@ -181,7 +177,9 @@ def _serve(
                 plan.workers.num_workers,
                 launch,
                 RunOptions(checkpoints=checkpoints, warm_start=plan.warm_start, edge=edge),
-                Observers(check=partial(checks.check, plan), callbacks=settings.driver_callbacks),
+                Observers(
+                    check=partial(checks.check, plan), callbacks=plan.settings.driver_callbacks()
+                ),
             )
         except CallbackError as error:
             if not isinstance(error.model, Outcome):

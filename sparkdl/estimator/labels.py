@@ -24,7 +24,6 @@ from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.rows.columns import InputColumn, quoted
 
 _TEXT, _INDEX = "sparkdl: text of the label", "sparkdl: index of the label"
-_INDEXED = " (index into the labels)"
 MAX_CLASSES = 10_000
 """The most in a column of texts whose labels nobody has named: more are not classes."""
 
@@ -86,7 +85,7 @@ def indexed(
         )
     if not texts and isinstance(classes[0], str):
         return dataset, column  # StringIndexer's own numbers
-    name = f"{column}{_INDEXED}"  # errors about the column's values quote it
+    name = f"{column} (index into the labels)"  # errors about the column's values quote it
     wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
     if not texts:  # written as Spark does, not as Python does
@@ -102,11 +101,6 @@ def indexed(
         told = F.concat(F.lit(_holds(column)), text, F.lit(_not_among(classes)))
         index = F.when(index < len(classes), index).otherwise(F.raise_error(told).cast("double"))
     return found.withColumn(name, index).drop(_TEXT, _INDEX), name
-
-
-def labelled_by(column: str) -> str:
-    """The column with the labels of one that ``indexed`` has returned."""
-    return column.removesuffix(_INDEXED)
 
 
 def require_known(

@@ -21,9 +21,7 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.head import Head, class_scores, class_winners, output_function
 from sparkdl.estimator.params.columns import (
     ClassParams,
-    FeatureParams,
-    InvalidParams,
-    LabelParams,
+    InputParams,
     ModuleParams,
     OutputParams,
     PredictionParams,
@@ -33,7 +31,7 @@ from sparkdl.protocols import Targets
 from sparkdl.spark.inference.predictor import OutputColumn
 
 
-class SharedParams(ModuleParams, FeatureParams, LabelParams, InvalidParams, PredictionParams):
+class SharedParams(ModuleParams, InputParams, PredictionParams):
     """What every estimator and model has."""
 
     def feature_columns(self) -> list[str]:
@@ -50,7 +48,10 @@ class SharedParams(ModuleParams, FeatureParams, LabelParams, InvalidParams, Pred
 
     def setter_of(self, column: str) -> str:
         """The method that renames a column that the model adds."""
-        return "setPredictionCol"
+        named = ("outputCols", "lossCol", "rawPredictionCol", "probabilityCol", "predictionCol")
+        held = {name: self.getOrDefault(name) for name in named if self.hasParam(name)}
+        param = next(n for n, v in held.items() if column in (v if isinstance(v, dict) else [v]))
+        return f"set{param[0].upper()}{param[1:]}"
 
     def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
         """The columns that the model adds, in their order.
@@ -71,10 +72,6 @@ class ChosenOutputs(SharedParams, OutputParams):
     def output_keys(self) -> dict[str, OutputKey | None]:
         """The output of each column that the model adds, by name; None for the only one."""
         return {**(self.getOutputCols() or {self.getPredictionCol(): None})}
-
-    def setter_of(self, column: str) -> str:
-        """The method that renames a column that the model adds."""
-        return "setPredictionCol" if self.getOutputCols() is None else "setOutputCols"
 
     def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
         """The columns that the model adds; ``outputType`` applies to ``predictionCol``."""
@@ -106,14 +103,6 @@ class ChosenOutputs(SharedParams, OutputParams):
 
 class ClassOutputs(ClassParams, SharedParams):
     """The columns of a classifier and its model."""
-
-    def setter_of(self, column: str) -> str:
-        """The method that renames a column that the model adds."""
-        setters = {
-            self.getRawPredictionCol(): "setRawPredictionCol",
-            self.getProbabilityCol(): "setProbabilityCol",
-        }
-        return setters.get(column, "setPredictionCol")
 
     def predicted_columns(self, head: Head, widths: Widths) -> list[OutputColumn]:
         """The columns that the model adds; see ``SharedParams``."""

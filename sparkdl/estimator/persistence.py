@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkdl import callbacks, strategies
-from sparkdl.checkpoint.module_files import SavedModule, read_json_object, read_module, write_module
+from sparkdl.checkpoint.module_files import SavedModule, read_json_object, write_module
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
@@ -97,7 +98,10 @@ def require_savable_grid(estimator: Params) -> None:
 
 
 class DirectoryWriter(MLWriter):
-    """Writes a stage as one directory, published when complete."""
+    """Writes a stage as one directory, published when complete.
+
+    An estimator's objects are named by their import path where they have one.
+    """
 
     def __init__(self, instance: Params) -> None:
         super().__init__()
@@ -111,14 +115,13 @@ class DirectoryWriter(MLWriter):
         """
         with tempfile.TemporaryDirectory(prefix="sparkdl-save-") as scratch:
             directory = Path(scratch)
-            objects = self._objects()
+            given = (name for name in EXPECTED if self.instance.hasParam(name))
+            values = {name: self.instance.getOrDefault(name) for name in given}
+            # A text is loss="model", or the name of an optimizer.
+            objects = {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
             self._write_metadata(directory, leave_out=set(objects))
             self._write_files(directory, objects)
             publish(directory, path, overwrite=self.shouldOverwrite)
-
-    def _objects(self) -> dict[str, Any]:
-        """Params whose values are not JSON."""
-        return {}
 
     def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
         saved = {name: save_object(value, directory, name) for name, value in objects.items()}
@@ -143,15 +146,6 @@ class DirectoryWriter(MLWriter):
         (directory / "metadata" / "part-00000").write_text(json.dumps(metadata) + "\n")
 
 
-class EstimatorWriter(DirectoryWriter):
-    """Writes a ``TorchEstimator``, naming its objects by import path where they have one."""
-
-    def _objects(self) -> dict[str, Any]:
-        values = {name: self.instance.getOrDefault(name) for name in EXPECTED}
-        # A text is loss="model", or the name of an optimizer.
-        return {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
-
-
 class ModelWriter(DirectoryWriter):
     """Writes a ``TorchModel``."""
 
@@ -163,50 +157,38 @@ class ModelWriter(DirectoryWriter):
         write_module(self.saved, directory)
 
 
-class EstimatorReader(MLReader[Any]):
-    """Reads a ``TorchEstimator``."""
+class StageReader(MLReader[Any]):
+    """Reads a stage; ``make`` builds it of the directory and the metadata, but for its Params."""
 
-    def __init__(self, kind: Any, *, trust: TrustArgument) -> None:
-        super().__init__()
-        self._kind = kind
-        self._trust = trust
-
-    def load(self, path: str) -> Any:
-        """Load from a path on any file system that Spark knows."""
-        with fetch(path) as directory:
-            metadata = read_metadata(directory)
-            saved = read_json_object(directory / OBJECTS)
-            saved_plainly = {"loss", "optimizer"} & metadata["paramMap"].keys()
-            if not {"model", "loss", "optimizer"} <= {*saved, *saved_plainly} <= EXPECTED.keys():
-                raise ConfigError(
-                    f"{directory / OBJECTS} is damaged: it contains {[*saved]!r:.200}"
-                )
-            objects = {
-                name: load_object(spec, directory, name, expected=EXPECTED[name], trust=self._trust)
-                for name, spec in saved.items()
-            }
-            defaults = metadata.get("defaultObjects", [])
-            if defaults not in _DEFAULTS or not saved.keys() >= set(defaults):
-                raise ConfigError(f"{directory} is damaged: defaultObjects is {defaults!r:.200}")
-            given = {name: each for name, each in objects.items() if name not in defaults}
-            given |= {name: metadata["paramMap"][name] for name in saved_plainly}
-            estimator = restore_params(self._kind(**given), metadata)
-            return estimator._setDefault(**{name: objects[name] for name in defaults})
-
-
-class ModelReader(MLReader[Any]):
-    """Reads a ``TorchModel``; ``make`` builds it from what was saved."""
-
-    def __init__(self, make: Any, *, trust: TrustArgument) -> None:
+    def __init__(self, make: Callable[[Path, dict[str, Any]], Any]) -> None:
         super().__init__()
         self._make = make
-        self._trust = trust
 
     def load(self, path: str) -> Any:
         """Load from a path on any file system that Spark knows; a local one needs no Spark."""
         with fetch(path) as directory:
             metadata = read_metadata(directory)
-            return restore_params(self._make(read_module(directory, trust=self._trust)), metadata)
+            return restore_params(self._make(directory, metadata), metadata)
+
+
+def read_estimator(
+    kind: Any, trust: TrustArgument, directory: Path, metadata: dict[str, Any]
+) -> Any:
+    """An estimator with the saved objects."""
+    saved = read_json_object(directory / OBJECTS)
+    saved_plainly = {"loss", "optimizer"} & metadata["paramMap"].keys()
+    if not {"model", "loss", "optimizer"} <= {*saved, *saved_plainly} <= EXPECTED.keys():
+        raise ConfigError(f"{directory / OBJECTS} is damaged: it contains {[*saved]!r:.200}")
+    objects = {
+        name: load_object(spec, directory, name, expected=EXPECTED[name], trust=trust)
+        for name, spec in saved.items()
+    }
+    defaults = metadata.get("defaultObjects", [])
+    if defaults not in _DEFAULTS or not saved.keys() >= set(defaults):
+        raise ConfigError(f"{directory} is damaged: defaultObjects is {defaults!r:.200}")
+    given = {name: each for name, each in objects.items() if name not in defaults}
+    given |= {name: metadata["paramMap"][name] for name in saved_plainly}
+    return kind(**given)._setDefault(**{name: objects[name] for name in defaults})
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:

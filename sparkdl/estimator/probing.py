@@ -17,7 +17,6 @@ from sparkdl.estimator.estimator import BaseEstimator
 from sparkdl.events import EpochSummary
 from sparkdl.planner.links import Link
 from sparkdl.planner.plan import WORKERS, Plan
-from sparkdl.planner.profile import Profile
 from sparkdl.spark.cluster.gpus import gpu_profile, ranks_a_task
 from sparkdl.spark.cluster.slots import most_slots
 from sparkdl.spark.session.required import require_frame
@@ -86,7 +85,23 @@ def plan(
     size = estimator.getOrDefault("batchSize")
     period = getattr(estimator.getOrDefault("strategy"), "period", 1)
     window = period if isinstance(period, int) else 1
-    first = _probe(estimator, trained, rows, unit, size, window, 0.0)
+
+    def probe(
+        given: BaseEstimator[Any], workers: int, size: int, steps: int, seconds: float
+    ) -> Any:
+        """Fit a copy to the first rows for a while, and for two epochs in any case."""
+        taken, size = min(rows, steps * workers * size), min(size, math.ceil(rows / workers))
+        short = given.copy({"numWorkers": workers, "batchSize": size})
+        for name in LEFT_OUT:
+            short.clear(short.getParam(name))
+        short = short.copy({"epochs": EPOCHS, "progress": False, "callbacks": [_Until(share)]})
+        began = time.monotonic()
+        profile = short.fit(trained.limit(taken)).summary.profile
+        took = time.monotonic() - began
+        logger.info("a probe with %d workers and %d rows took %.1f s", workers, taken, took)
+        return profile
+
+    first = probe(estimator, unit, size, window, 0.0)
     step = max(max(first.worker_step_s), 1e-5)
     probes = [(estimator, unit, size), (estimator, unit, 4 * size)]
     if slots >= 2:
@@ -96,37 +111,8 @@ def plan(
         probes += [(each, 2 * unit, size) for each in (estimator, *others)]
     share = seconds / len(probes)
     windows = max(1, min(MOST_STEPS, int(share / 4 / step)) // window)
-    profiles = [
-        _probe(given, trained, rows, count, minibatch, windows * window, share)
-        for given, count, minibatch in probes
-    ]
+    profiles = [probe(*each, windows * window, share) for each in probes]
     return Plan(profiles, link=link, measured_on=measured_on, workers=workers, rows=rows)
-
-
-def _probe(
-    estimator: BaseEstimator[Any],
-    frame: DataFrame,
-    rows: int,
-    workers: int,
-    batch_size: int,
-    steps: int,
-    seconds: float,
-) -> Profile:
-    """Fit a copy to the first rows for a while, and for two epochs in any case."""
-    taken = min(rows, steps * workers * batch_size)
-    probe = estimator.copy(
-        {"numWorkers": workers, "batchSize": min(batch_size, math.ceil(rows / workers))}
-    )
-    for name in LEFT_OUT:
-        probe.clear(probe.getParam(name))
-    probe = probe.copy({"epochs": EPOCHS, "progress": False, "callbacks": [_Until(seconds)]})
-    began = time.monotonic()
-    model = probe.fit(frame.limit(taken))
-    logger.info(
-        "a probe with %d workers and %d rows took %.1f s", workers, taken, time.monotonic() - began
-    )
-    profile: Profile = model.summary.profile
-    return profile
 
 
 class _Until(Callback):

@@ -13,7 +13,11 @@ from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.head import Head, head_of
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.protocols import LossFunction
-from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, require_distinct
+from sparkdl.spark.rows.column_overrides import (
+    GROUPS_WITHOUT_PADDING,
+    ColumnOverrides,
+    require_distinct,
+)
 from sparkdl.spark.rows.columns import InputColumn, held_out_fraction, input_column, input_columns
 
 logger = logging.getLogger(__name__)
@@ -40,21 +44,30 @@ def fed_columns(
     loss = settings.loss_function()
     head = head_of(loss)
     fractions = parameter_dtype(module)
-    param = "featuresCol" if settings.features_cols is None else "featuresCols"
-    features = input_columns(frame, settings.feature_columns, param)
-    several = settings.label_cols is not None
-    labels = input_columns(frame, settings.label_columns, "labelCols" if several else "labelCol")
-    overrides = settings.column_overrides
+    param = "featuresCol" if settings.getFeaturesCols() is None else "featuresCols"
+    features = input_columns(frame, settings.feature_columns(), param)
+    several = settings.getLabelCols() is not None
+    labels = input_columns(frame, settings.label_columns(), "labelCols" if several else "labelCol")
+    overrides = ColumnOverrides(
+        settings.getColumnShapes(),
+        settings.getColumnDtypes(),
+        settings.getImageCols(),
+        settings.getImageSize(),
+        settings.getImageFit(),
+        settings.getImageScale(),
+        settings.getPadCols(),
+        settings.getPadInputs(),
+    )
     label_specs = tuple(
         overrides.spec(column, fractions, target=_target_dtype(column, loss, head, fractions))
         for column in labels
     )
-    weight = scalar_column(frame, settings.weight_col, "weightCol")
+    weight = scalar_column(frame, settings.weight_column(), "weightCol")
     held_out = settings.held_out_by()
     indicator: InputColumn | None
     if isinstance(held_out, float):
         content = (*features, *labels, *([] if weight is None else [weight]))
-        indicator = held_out_fraction(content, held_out, settings.seed)
+        indicator = held_out_fraction(content, held_out, settings.getSeed())
     else:
         indicator = scalar_column(frame, held_out, "validationIndicatorCol")
     schema = FeedSchema(
@@ -62,7 +75,7 @@ def fed_columns(
         label_specs if several else label_specs[0],
         weight=None if weight is None else weight.spec(torch.float64),
         validation=None if indicator is None else indicator.spec(torch.bool),
-        by_name=settings.features_as != "tensor",
+        by_name=settings.getFeaturesAs() != "tensor",
     )
     overrides.require_known([c.name for c in (*features, *labels)])
     _require_paddable(settings, schema)
@@ -83,7 +96,7 @@ def _require_paddable(settings: FitSettings, schema: FeedSchema) -> None:
     """Refuse settings that do not go with padded columns, or that need some."""
     if schema.by_name:
         require_distinct(schema.features)
-    named = set(settings.pad_inputs or ()) - {spec.name for spec in schema.features}
+    named = set(settings.getPadInputs() or ()) - {spec.name for spec in schema.features}
     if named:
         raise ConfigError(
             f"padInputs names the label column '{min(named)}', but a model is not given labels: "
@@ -96,7 +109,7 @@ def _require_paddable(settings: FitSettings, schema: FeedSchema) -> None:
             "of a row would be the mean over its padding too. Drop one of the two, or weight rows "
             "in a loss of your own"
         )
-    if settings.group_by_length and not settings.pad_cols:
+    if settings.getGroupByLength() and not settings.getPadCols():
         raise ConfigError(GROUPS_WITHOUT_PADDING)
 
 

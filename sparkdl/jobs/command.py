@@ -19,7 +19,6 @@ from sparkdl.errors import CheckpointError, SparkDLError
 from sparkdl.jobs import logs
 from sparkdl.jobs.configuration.grammar import (
     JobName,
-    Refused,
     Settings,
     read_settings,
     result_file_of,
@@ -82,13 +81,15 @@ def run_command(
     began = datetime.now(timezone.utc)
     try:
         settings = read_settings(job, arguments)
-    except Refused as error:
-        _leave_refusal(job, result_file_of(arguments), began, Exit.CONFIGURATION, error)
+    except SystemExit as error:
+        if error.code:
+            _leave_refusal(job, result_file_of(arguments), began, Exit.CONFIGURATION, error)
         raise
     except SparkDLError as error:
+        code = exit_of(error)
+        _leave_refusal(job, result_file_of(arguments), began, code, error)
         print(f"{job}.py: {without_credentials(str(error))}", file=sys.stderr)
-        _leave_refusal(job, result_file_of(arguments), began, exit_of(error), error)
-        return int(exit_of(error))
+        return int(code)
     context = {"job": job} | ({"run_id": settings.run_id} if settings.run_id else {})
     logs.configure(settings.log_format, settings.log_level, context)
     application: list[str] = []

@@ -123,7 +123,7 @@ def test_curves_that_cannot_be_written_any_more_cost_nothing_else(
     class Closes(Callback):
         def on_epoch(self, training: Training, summary: EpochSummary) -> None:
             for curves in training.kept.values():
-                writer = curves.writer.file_writer.event_writer
+                writer = curves[0].file_writer.event_writer
                 writer.add_event = fail
 
     assert len(trained([Closes(), TensorBoard(str(tmp_path))]).history) == 3

@@ -30,7 +30,6 @@ from sparkdl.estimator.checks.rehearsal import (
     require_steady_state,
     require_steps,
 )
-from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.replica import Replica
 from sparkdl.spark.rows.columns import held_out_fraction, input_column
 
@@ -247,7 +246,7 @@ def test_lazy_layers_are_told_from_other_models() -> None:
 
 def rates(optimizer: Any, **others: Any) -> list[float]:
     """Of a network of one layer, for learningRate=0.25, once all is checked."""
-    settings = FitSettings(estimator(optimizer=optimizer, learningRate=0.25, **others))
+    settings = estimator(optimizer=optimizer, learningRate=0.25, **others)
     replica = Replica(nn.Linear(2, 2), settings.optimizer_builder(), nn.MSELoss())
     require_rate_counts(settings, replica, 0.25)
     return [group["lr"] for group in replica.optimizer.param_groups]

@@ -227,7 +227,7 @@ def checked(rows: DataFrame, **changes: Any) -> None:
     names = [*changes.get("featuresCols", ["features"]), changes.get("labelCol", "label")]
     plan, replica = plan_fit(tuned, rows)
     found = DataStatistics((30, 30), tuple(STATISTICS[name] for name in names))
-    RowChecks(replica, tuned).check(plan, found)
+    RowChecks(replica).check(plan, found)
 
 
 def refuse_before_training(

@@ -133,13 +133,13 @@ def build_whole(
     Returns:
         A builder of the model with all of its parameters, and the replica.
     """
-    as_kwargs = settings.features_as == "kwargs"
+    as_kwargs = settings.getFeaturesAs() == "kwargs"
     built = partial(
         build,
         optimizer=settings.optimizer_builder(),
         loss=settings.loss_function(),
-        seed=settings.seed,
-        clip_norm=settings.clip_norm,
+        seed=settings.getSeed(),
+        clip_norm=settings.getClipNorm(),
         features_as_kwargs=as_kwargs,
     )
     try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.arguments import counted
+from sparkdl.callbacks import WorkerCallback
 from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError
@@ -22,8 +23,9 @@ from sparkdl.estimator.checks.rehearsal import (
 )
 from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.head import Head, head_of
-from sparkdl.estimator.outputs import MetricInputs, SharedParams
+from sparkdl.estimator.outputs import MetricInputs
 from sparkdl.estimator.schema import fed_columns
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.protocols import LossFunction
@@ -52,7 +54,7 @@ class FitPlan:
     """What is decided before any worker starts.
 
     Attributes:
-        settings: the estimator's.
+        settings: the Params, in a copy of the estimator that nobody else changes.
         job: what every worker trains.
         workers: where they run, and on which rows.
         head: what the model's outputs mean.
@@ -65,19 +67,15 @@ class FitPlan:
     head: Head
     warm_start: WarmStart | None
 
-    def spread(self) -> FitPlan:
-        """The same with all rows spread evenly over the workers by Spark."""
-        return replace(self, workers=replace(self.workers, spread=True))
-
 
 @jvm_named()
 def plan_fit(
-    params: SharedParams, frame: DataFrame, warm_start: nn.Module | None = None
+    settings: FitSettings, frame: DataFrame, warm_start: nn.Module | None = None
 ) -> tuple[FitPlan, Replica]:
     """Check and decide what follows from the Params, the DataFrame's schema and the cluster.
 
     Args:
-        params: the estimator.
+        settings: the fit's own copy of the estimator.
         frame: the DataFrame to fit.
         warm_start: the model whose values it starts from; None for new ones.
 
@@ -91,13 +89,14 @@ def plan_fit(
         ModelError: the model, loss or optimizer cannot be built or shipped.
     """
     require_frame(frame, to_end="Fit", connect=True)
-    settings = FitSettings(params)
     for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
-        require_picklable(name, params.getOrDefault(name))
-    require_picklable("callbacks", list(settings.worker_callbacks))
-    require_picklable("metrics", settings.metrics)
-    strategy, loss = settings.strategy, settings.loss_function()
-    builder = as_builder(settings.model)
+        require_picklable(name, settings.getOrDefault(name))
+    given = settings.getCallbacks() or ()
+    callbacks = tuple(each for each in given if isinstance(each, WorkerCallback))
+    require_picklable("callbacks", list(callbacks))
+    require_picklable("metrics", settings.getMetrics())
+    strategy, loss = settings.getStrategy(), settings.loss_function()
+    builder = as_builder(settings.getModel())
     builder, replica = build_whole(builder, settings, frame)
     require_portable(replica.module, builder)
     strategy.require_fits(replica)
@@ -111,42 +110,50 @@ def plan_fit(
     schema, columns = fed_columns(settings, frame, replica.module)
     spark = frame.sparkSession
     # What is wrong with these is said before slots are waited for.
-    tls, metrics = encrypts_connections(spark, settings.tls), _metrics(settings, params, head)
+    tls, metrics = encrypts_connections(spark, settings.getTls()), _metrics(settings, head)
     workers = _workers(settings, loss, replica, frame, columns)
     # Memory may not have room for all rows twice.
-    kept = keeps_rows_in_memory(spark, settings.store_in) is None
+    kept = keeps_rows_in_memory(spark, settings.getStoreIn()) is None
     job = Job(
         model=builder,
         loss=loss,
         optimizer=settings.optimizer_builder(),
-        scheduler=settings.scheduler,
-        scheduler_every=settings.scheduler_every,
+        scheduler=settings.getScheduler(),
+        scheduler_every=settings.getSchedulerEvery(),
         strategy=strategy,
         schema=schema,
-        epochs=settings.epochs,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        deadline_s=settings.timeout,
-        max_failures=settings.max_failures,
-        min_workers=settings.min_workers,
-        callbacks=settings.worker_callbacks,
+        epochs=settings.getEpochs(),
+        batch_size=settings.getBatchSize(),
+        seed=settings.getSeed(),
+        deadline_s=settings.getTimeout(),
+        max_failures=settings.getMaxFailures(),
+        min_workers=settings.getMinWorkers(),
+        callbacks=callbacks,
         metrics=metrics,
-        scheduler_metric=settings.scheduler_metric,
-        clip_norm=settings.clip_norm,
-        precision=settings.precision,
-        features_as_kwargs=settings.features_as == "kwargs",
-        feed=replace(settings.feed, exchange_rows=workers.exchanged, keep_exchanged=kept),
+        scheduler_metric=settings.getSchedulerMetric(),
+        clip_norm=settings.getClipNorm(),
+        precision=settings.getPrecision(),
+        features_as_kwargs=settings.getFeaturesAs() == "kwargs",
+        feed=FeedOptions(
+            drop_last=settings.getDropLast(),
+            reshuffle_every=settings.getReshuffleEvery(),
+            transform=settings.getBatchTransform(),
+            group_by_length=settings.getGroupByLength(),
+            skip_invalid=settings.getHandleInvalid() == "skip",
+            exchange_rows=workers.exchanged,
+            keep_exchanged=kept,
+        ),
         tls=tls,
     )
     return FitPlan(settings, job, workers, head, start), replica
 
 
 def _check_schedule(settings: FitSettings, replica: Replica) -> None:
-    scheduler = settings.scheduler
-    schedule = require_schedule(replica.optimizer, scheduler, settings.scheduler_every)
-    if settings.learning_rate is not None:
-        require_rate_counts(settings, replica, settings.learning_rate)
-    if settings.strategy.needs.exchanges_optimizer_state:
+    scheduler, rate = settings.getScheduler(), settings.getLearningRate()
+    schedule = require_schedule(replica.optimizer, scheduler, settings.getSchedulerEvery())
+    if rate is not None:
+        require_rate_counts(settings, replica, rate)
+    if settings.getStrategy().needs.exchanges_optimizer_state:
         # A scheduler that follows losses changes only the learning rate.
         steps = None if schedule.follows_epoch_losses else scheduler
         require_steady_state(settings.optimizer_builder(), steps)
@@ -160,17 +167,16 @@ def _workers(
     columns: tuple[InputColumn, ...],
 ) -> Workers:
     """Where the workers run, and how they get which rows."""
-    spark, strategy = frame.sparkSession, settings.strategy
+    spark, strategy, device = frame.sparkSession, settings.getStrategy(), settings.getDevice()
     if is_of_connect(spark):
         require_static_allocation(spark)
     if strategy.needs.collective:
-        require_trusted_network(spark, settings.tls, type(strategy).__name__)
-    profile = gpu_profile(spark, settings.device)
-    ranks = ranks_a_task(spark, settings.device)
-    num_workers = choose_num_workers(spark, settings.num_workers, profile, ranks)
-    if settings.min_workers > num_workers:
+        require_trusted_network(spark, settings.getTls(), type(strategy).__name__)
+    profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
+    num_workers = choose_num_workers(spark, settings.getNumWorkers(), profile, ranks)
+    if settings.getMinWorkers() > num_workers:
         raise ConfigError(
-            f"minWorkers is {settings.min_workers}, but this fit has "
+            f"minWorkers is {settings.getMinWorkers()}, but this fit has "
             f"{counted(num_workers, 'worker')}. Set it to at most {num_workers}"
         )
     strategy.require_workers(num_workers)
@@ -184,26 +190,26 @@ def _workers(
         frame=frame,
         columns=columns,
         num_workers=num_workers,
-        shuffle=settings.shuffle_rows,
-        device=settings.device,
+        shuffle=settings.getShuffleRows(),
+        device=device,
         description=_describe(settings, num_workers),
-        store_in=settings.store_in,
+        store_in=settings.getStoreIn(),
         network=network_of(
             spark,
-            interface=settings.collective_interface,
-            ports=settings.collective_ports,
+            interface=settings.getCollectiveInterface(),
+            ports=settings.getCollectivePorts(),
         ),
         ranks_a_task=ranks,
-        ship_modules=settings.ship_modules,
+        ship_modules=settings.getShipModules(),
     )
 
 
-def _metrics(settings: FitSettings, params: SharedParams, head: Head) -> Metrics | None:
-    if settings.metrics is None:
+def _metrics(settings: FitSettings, head: Head) -> Metrics | None:
+    if settings.getMetrics() is None:
         return None
-    metrics = Metrics.of(settings.metrics, MetricInputs.of(params, head))
+    metrics = Metrics.of(settings.getMetrics(), MetricInputs.of(settings, head))
     metrics.begin()  # raises for what does not make a metric
-    weight, alike = settings.weight_col, metrics.without_weights()
+    weight, alike = settings.weight_column(), metrics.without_weights()
     if weight is not None and alike:
         logger.warning(
             "weightCol='%s' weights the losses; the metrics %s count every row equally, "
@@ -216,8 +222,8 @@ def _metrics(settings: FitSettings, params: SharedParams, head: Head) -> Metrics
 
 
 def _describe(settings: FitSettings, num_workers: int) -> str:
-    model = _name(settings.model)
-    strategy = re.sub(r"\s+", " ", repr(settings.strategy))
+    model = _name(settings.getModel())
+    strategy = re.sub(r"\s+", " ", repr(settings.getStrategy()))
     return f"sparkdl: train {model} on {counted(num_workers, 'worker')}, {strategy}"
 
 

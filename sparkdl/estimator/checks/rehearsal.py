@@ -56,11 +56,11 @@ def require_rate_counts(settings: FitSettings, replica: Replica, rate: float) ->
 
     def rates(rate: float, scheduler: SchedulerBuilder | None) -> list[Any]:
         optimizer = build_optimizer(partial(build, lr=rate), replica.named_trainable())
-        Schedule(optimizer, scheduler, settings.scheduler_every)
+        Schedule(optimizer, scheduler, settings.getSchedulerEvery())
         # A warm-up from 0 has one rate at first, whatever it is to become.
         return [(group["lr"], group.get("initial_lr")) for group in optimizer.param_groups]
 
-    scheduler, other = settings.scheduler, rate / 2
+    scheduler, other = settings.getScheduler(), rate / 2
     try:
         with borrowed_random_numbers():
             if rates(rate, scheduler) != rates(other, scheduler):
@@ -69,7 +69,7 @@ def require_rate_counts(settings: FitSettings, replica: Replica, rate: float) ->
     except Exception as error:  # the user's functions may take no other rate
         logger.debug("another learning rate was not tried: %s", error)
         return
-    who = described(settings.optimizer if fixed else scheduler)
+    who = described(settings.getOptimizer() if fixed else scheduler)
     how = "in each of its parameter groups" if fixed else "by itself"
     raise ConfigError(
         f"learningRate={rate:g} changes nothing: {who} sets lr {how}. Leave one of the two out"

@@ -14,13 +14,12 @@ from sparkdl.estimator.checks.preflight import FitPlan
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
 from sparkdl.estimator.checks.rehearsal import require_steps
 from sparkdl.estimator.checks.values import (
-    UnbalancedError,
     check_held_out,
     check_label,
     check_weight,
     require_holdable,
 )
-from sparkdl.estimator.outputs import SharedParams, require_any_length
+from sparkdl.estimator.outputs import require_any_length
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.statistics.shards import OR_SKIP, DataStatistics, left_out
 from sparkdl.outputs import OutputKey, Widths, names_output, pick, widths_of
@@ -86,11 +85,9 @@ class RowChecks:
     Args:
         replica: one to try out, which is let go then: its gradients and optimizer state are several
             times the center.
-        params: the estimator, which says which columns come out.
     """
 
-    def __init__(self, replica: Replica, params: SharedParams) -> None:
-        self._params = params
+    def __init__(self, replica: Replica) -> None:
         self._replica: Replica | None = replica
         self._result: Checked | None = None
 
@@ -110,17 +107,16 @@ class RowChecks:
             How workers use the loss.
 
         Raises:
-            UnbalancedError: one worker has so many rows that starting over pays off.
             DataError: values do not fit the loss or the model.
             ConfigError: the loss is a sum, and there are several workers.
             ModelError: the model fails on a batch.
         """
-        self._check_balance(plan, statistics)
+        _warn_of_imbalance(plan, statistics)
         self._check_values(plan, statistics)
         replica, columns = self._replica, statistics.columns
         assert replica is not None
         schema = plan.job.schema.of_lengths([column.longest for column in columns])
-        trial, scores = Trial(replica, schema, columns), plan.settings.loss_col is not None
+        trial, scores = Trial(replica, schema, columns), plan.settings.getLossCol() is not None
         outputs = trial.step(plan.head, metrics=plan.job.metrics, scores=scores)
         transforms = plan.job.feed.transform is not None
         loss_use = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
@@ -133,13 +129,13 @@ class RowChecks:
         _check_last_minibatch(trial, plan, statistics)
         _check_schedule(replica, plan.job, statistics)
         self._replica = None
-        keys = list(self._params.output_keys().values())
+        keys = list(plan.settings.output_keys().values())
         for key in keys:
             pick(outputs, key, PREDICTED_ROWS)
         widths = widths_of(outputs, PREDICTED_ROWS)
         if shorter is not None:
             require_any_length(widths, shorter, keys)
-        self._params.predicted_columns(plan.head, widths)
+        plan.settings.predicted_columns(plan.head, widths)
         self._result = Checked(schema.features, widths, schema.labels)
         return loss_use
 
@@ -148,7 +144,7 @@ class RowChecks:
         features = statistics.columns[: len(schema.features)]
         labels = slice(len(features), len(features) + len(schema.labels))
         for spec, found in zip(schema.features, features, strict=True):
-            if found.not_finite and plan.settings.handle_invalid == "error":
+            if found.not_finite and plan.settings.getHandleInvalid() == "error":
                 raise DataError(
                     f"column '{spec.name}' holds NaN or infinity in {found.not_finite} of "
                     f"{counted(statistics.rows + statistics.held_out, 'row')} (the first is "
@@ -178,21 +174,15 @@ class RowChecks:
                 f"minibatch has {batch_size}"
             )
 
-    def _check_balance(self, plan: FitPlan, statistics: DataStatistics) -> None:
-        if plan.workers.spread or plan.workers.exchanged:
-            return
-        # By task; how its ranks share them, Spark's shuffle cannot change.
-        rows, ranks = statistics.shard_rows, plan.workers.ranks_a_task
-        read = [sum(rows[first : first + ranks]) for first in range(0, len(rows), ranks)]
-        if max(read) <= 1.05 * sum(read) / len(read) + 1:
-            return
-        found = f"one task has {counted(min(read), 'row')}, another {max(read)}"
-        if plan.settings.shuffle_rows != "none":
-            raise UnbalancedError(found)
+
+def _warn_of_imbalance(plan: FitPlan, statistics: DataStatistics) -> None:
+    rows = statistics.shard_rows
+    if plan.workers.shuffle == "none" and max(rows) > 1.05 * sum(rows) / len(rows) + 1:
         logger.warning(
-            "%s: at the end of each epoch the other workers wait for the one with the most. "
-            "With shuffleRows='exchange' all would have the same number",
-            found,
+            "one worker has %s, another %d: at the end of each epoch the other workers wait for "
+            "the one with the most. With shuffleRows='exchange' all would have the same number",
+            counted(min(rows), "row"),
+            max(rows),
         )
 
 

@@ -17,10 +17,6 @@ from sparkdl.spark.rows.columns import InputColumn
 logger = logging.getLogger(__name__)
 
 
-class UnbalancedError(DataError):
-    """The tasks read numbers of rows too unequal to train on; never leaves ``fit``."""
-
-
 def check_label(label: InputColumn, loss: LossFunction, statistics: ColumnStatistics) -> None:
     """Check that a loss can learn from a label column.
 

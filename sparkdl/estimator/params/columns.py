@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pyspark.ml.param import Param
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
     HasLabelCol,
@@ -30,18 +31,16 @@ from sparkdl.spark.rows import converters as convert
 from sparkdl.spark.rows.image_columns import ImageScale
 
 
-class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
-    """Which columns the model is given."""
+class InputParams(HasFeaturesCol, HasLabelCol, DeclaredParams, group="Columns"):
+    """Which columns the model is given, and what it is trained on or evaluated against."""
 
-    featuresCol = Declaration(
-        str,
+    featuresCol: Param[str] = Declaration(
         None,
         "features",
         "the features column: a number, an array of numbers or a vector per row",
         "The model receives shape (rows,) for numbers and (rows, k) for arrays and vectors.",
     )
-    featuresCols = Declaration(
-        list[str] | None,
+    featuresCols: Param[list[str] | None] = Declaration(
         convert.names("featuresCols"),
         None,
         "several feature columns, passed to the model as separate arguments; wins over featuresCol",
@@ -52,11 +51,12 @@ class FeatureParams(HasFeaturesCol, DeclaredParams, group="Columns"):
         "how the model takes its features: 'tensor' (each column an argument), 'dict' (one, keyed "
         "by column name) or 'kwargs' (keyword arguments named like the columns)",
     )
-
-
-class InvalidParams(DeclaredParams, group="Columns"):
-    """What becomes of rows whose features cannot be used."""
-
+    labelCol: Param[str] = Declaration(None, "label", "the label column")
+    labelCols: Param[list[str] | None] = Declaration(
+        convert.names("labelCols"),
+        None,
+        "several label columns, passed to the loss as a tuple; wins over labelCol",
+    )
     handleInvalid = choice(
         ("error", "keep", "skip"),
         "what to do about rows with NaN or infinity among the features, nulls, or images that "
@@ -67,45 +67,29 @@ class InvalidParams(DeclaredParams, group="Columns"):
     )
 
 
-class LabelParams(HasLabelCol, DeclaredParams, group="Columns"):
-    """What estimators train on, and models are evaluated on."""
-
-    labelCol = Declaration(str, None, "label", "the label column")
-    labelCols = Declaration(
-        list[str] | None,
-        convert.names("labelCols"),
-        None,
-        "several label columns, passed to the loss as a tuple; wins over labelCol",
-    )
-
-
 class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
     """What the columns become."""
 
-    weightCol = Declaration(
-        str,
+    weightCol: Param[str] = Declaration(
         None,
         Default.UNSET,
         "how much each row's loss counts, in any unit: weights are scaled to a mean of 1",
         "A loss of your own must then give one value per row.",
     )
-    columnShapes = Declaration(
-        dict[str, list[int | None]] | None,
+    columnShapes: Param[dict[str, list[int | None]] | None] = Declaration(
         convert.shapes,
         None,
         "the shape of one row by column, where the type does not say; images have [channels, "
         "height, width], padded rows [None, ...]",
         "For nested arrays, binary columns and images.",
     )
-    columnDtypes = Declaration(
-        dict[str, str] | None,
+    columnDtypes: Param[dict[str, str] | None] = Declaration(
         convert.dtypes,
         None,
         "the tensor's dtype by column, for example 'bfloat16'; for a binary column, also that of "
         "its bytes",
     )
-    imageCols = Declaration(
-        list[str] | None,
+    imageCols: Param[list[str] | None] = Declaration(
         convert.names("imageCols"),
         None,
         "columns of images: encoded ones (BMP, GIF, JPEG, PNG or WebP) in binary columns, decoded "
@@ -113,14 +97,13 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
         "Pillow decodes them to uint8; only the first of several frames counts. Needs "
         "``pip install 'sparkdl-torch[images]'``.",
     )
-    imageSize = Declaration(
-        Sequence[int] | None,
+    imageSize: Param[list[int] | None] = Declaration(
         convert.image_size,
         None,
         "the height and width that images of any size are brought to, turned as their EXIF says; "
         "None if all have the shape in columnShapes",
         "They get 3 channels unless columnShapes says [1, ...] or [4, ...].",
-        held=list[int] | None,
+        type=Sequence[int] | None,
     )
     imageFit = choice(
         tuple(FITS),
@@ -128,24 +111,21 @@ class ColumnParams(HasWeightCol, DeclaredParams, group="Columns"):
         "'pad' (fit into it, and fill up with black) or 'stretch'",
         "By Pillow's ``ImageOps.fit``, ``ImageOps.pad`` and ``Image.resize``.",
     )
-    imageScale = Declaration(
-        ImageScale | None,
+    imageScale: Param[ImageScale | None] = Declaration(
         convert.image_scale,
         None,
         "as what floats a model is given images: '0..1', '0..255', or (mean, std), which each "
         "pixel from 0 to 1 is normalized with; None for bytes",
         "Mean and std are numbers, or lists of one for each channel.",
     )
-    padCols = Declaration(
-        dict[str, float] | None,
+    padCols: Param[dict[str, float] | None] = Declaration(
         convert.paddings,
         None,
         "columns of arrays of unequal length, each with the number that pads shorter rows to the "
         "longest of their minibatch",
         'For example ``{"tokens": 0}``.',
     )
-    padInputs = Declaration(
-        dict[str, SequenceInput] | None,
+    padInputs: Param[dict[str, SequenceInput] | None] = Declaration(
         convert.pad_inputs,
         None,
         "what the model is given besides padded features, by column: 'padding_mask', "
@@ -169,11 +149,10 @@ class ModuleParams(DeclaredParams, group="Workers"):
 class PredictionParams(HasPredictionCol, DeclaredParams, group="Outputs"):
     """The columns that all models may add."""
 
-    predictionCol = Declaration(
-        str, None, "prediction", "the column that the fitted model adds for its predictions"
+    predictionCol: Param[str] = Declaration(
+        None, "prediction", "the column that the fitted model adds for its predictions"
     )
-    lossCol = Declaration(
-        str | None,
+    lossCol: Param[str | None] = Declaration(
         convert.nonempty_text("lossCol"),
         None,
         "a column with each row's loss, which transform adds to rows that have labels; None for "
@@ -185,8 +164,7 @@ class PredictionParams(HasPredictionCol, DeclaredParams, group="Outputs"):
 class OutputParams(DeclaredParams, group="Outputs"):
     """Which outputs of a model of any kind become which columns."""
 
-    outputCols = Declaration(
-        dict[str, OutputKey] | None,
+    outputCols: Param[dict[str, OutputKey] | None] = Declaration(
         convert.outputs,
         None,
         "the columns that the model adds if it returns several outputs: from each column's name to "
@@ -207,42 +185,37 @@ class ClassParams(
 ):
     """The columns, thresholds and labels of a classifier and its model."""
 
-    rawPredictionCol = Declaration(
-        str,
+    rawPredictionCol: Param[str] = Declaration(
         None,
         "rawPrediction",
         "the column of the outputs, a vector with a number for each class; empty for none",
     )
-    probabilityCol = Declaration(
-        str,
+    probabilityCol: Param[str] = Declaration(
         None,
         "probability",
         "the column of the probabilities, also a vector; empty for none",
         "There is none for ``MultiMarginLoss``.",
     )
-    predictionCol = Declaration(
-        str,
+    predictionCol: Param[str] = Declaration(
         None,
         "prediction",
         "the column of the predicted class, a double: its index, with the labels where "
         "IndexToString finds them; or the label itself if ``labels`` are numbers or booleans",
     )
-    thresholds = Declaration(
-        Sequence[float],
+    thresholds: Param[list[float]] = Declaration(
         convert.refusing("thresholds must be a list of finite numbers", convert.numbers),
         Default.UNSET,
         "a number for each class; the class with the largest ratio of probability to threshold "
         "wins. None for the most likely class",
-        held=list[float],
+        type=Sequence[float],
     )
-    labels = Declaration(
-        Sequence[Label] | None,
+    labels: Param[list[Label] | None] = Declaration(
         labels,
         None,
         "the classes' labels, texts, numbers, booleans or dates, in the order of the model's "
         "outputs; None for the indices 0, 1, ..., for what StringIndexer has left in the column, "
         "for false and true, or for all texts or dates that it has, sorted",
-        held=list[Label] | None,
+        type=Sequence[Label] | None,
     )
 
 
@@ -254,8 +227,7 @@ class InferenceParams(DeclaredParams, group="Prediction"):
         1024,  # larger ones gain no speed on CPUs and cost memory
         "rows that go through the model at once when it predicts (>= 1)",
     )
-    predictDevice = Declaration(
-        str,
+    predictDevice: Param[str] = Declaration(
         convert.device_name("predictDevice"),
         "auto",
         "where the model predicts: auto, cpu, cuda or cuda:N",

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pyspark.ml.param import Param, Params
 from typing_extensions import Self
@@ -49,10 +48,8 @@ class Default(Enum):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A Param, declared in the body of a ``DeclaredParams`` under its name."""
+    """A Param, declared in the body of a ``DeclaredParams`` under its name and what it holds."""
 
-    type: Any
-    """What the constructor and the setter take."""
     convert: Callable[[Any], Any] | None
     """Checks what is set, or makes what does of the Param's name if ``named``; not asked about None
     if that is the default. None for a Param that pyspark.ml declares itself."""
@@ -62,8 +59,8 @@ class Declaration:
     """One line, without a capital and a full stop, that ``explainParams`` shows too."""
     more: str = ""
     """Further sentences for the documentation."""
-    held: Any = None
-    """What the getter returns, if another type."""
+    type: Any = None
+    """What the constructor and the setter take, if another type than it holds."""
     group: str = ""
     named: bool = False
 
@@ -86,7 +83,7 @@ class Declaration:
 
 def flag(default: bool, doc: str, more: str = "") -> Declaration:
     """A Param that is True or False."""
-    return Declaration(bool, converters.switch, default, doc, more, named=True)
+    return Declaration(converters.switch, default, doc, more, bool, named=True)
 
 
 def number(least: int, default: int | None, doc: str, more: str = "") -> Declaration:
@@ -96,18 +93,13 @@ def number(least: int, default: int | None, doc: str, more: str = "") -> Declara
     def convert(name: str) -> Any:
         return partial(require_whole, name, least=least)
 
-    return Declaration(kind, convert, default, doc, more, named=True)
+    return Declaration(convert, default, doc, more, kind, named=True)
 
 
-def choice(words: tuple[str, ...], doc: str, more: str = "", *, held: Any = str) -> Declaration:
+def choice(words: tuple[str, ...], doc: str, more: str = "") -> Declaration:
     """A Param that is one of some words, by default the first."""
     convert = partial(converters.one_of, allowed=words)
-    return Declaration(str, convert, words[0], doc, more, held, named=True)
-
-
-def field_of(param: str) -> str:
-    """The name that a Param's value has in ``ParamValues``."""
-    return re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", param)
+    return Declaration(convert, words[0], doc, more, str, named=True)
 
 
 _REPLACED = {
@@ -133,7 +125,10 @@ class DeclaredParams(Params):
                 found.setdefault(name, each)
         for name, each in list(vars(cls).items()):
             if isinstance(each, Declaration):
-                found[name] = each if each.group else replace(each, group=group)
+                kind = each.type
+                if kind is None:
+                    (kind,) = get_args(inspect.get_annotations(cls, eval_str=True)[name])
+                found[name] = replace(each, group=each.group or group, type=kind)
                 _make_param(cls, name, each)
         order = sorted(found.items(), key=lambda item: GROUPS.index(item[1].group))
         cls.declarations = dict(order)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from pyspark.ml.param import Param
 from pyspark.ml.param.shared import HasSeed, HasValidationIndicatorCol
 from torch import nn
 
@@ -43,8 +44,7 @@ from sparkdl.strategies import Strategy
 class TrainingParams(HasSeed, DeclaredParams, group="Training"):
     """What is trained, and by which steps."""
 
-    model = Declaration(
-        nn.Module | ModelBuilder,
+    model: Param[Any] = Declaration(
         function("model", "an nn.Module or a function that builds one", builds=True),
         Default.REQUIRED,
         "an nn.Module, or a function or class without arguments that builds one",
@@ -52,10 +52,9 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         "pickle; models that torch refuses to pickle (weight_norm, TorchScript) must be given as "
         "one. Lazy layers take their shapes from the first row. Parameters with "
         "requires_grad=False are built by every worker, never exchanged, and must not change.",
-        held=Any,
+        type=nn.Module | ModelBuilder,
     )
-    loss = Declaration(
-        LossFunction | Literal["model"],
+    loss: Param[Any] = Declaration(
         convert.loss,
         Default.REQUIRED,
         "(outputs, targets) -> scalar tensor, the mean over the minibatch; or 'model' for the one "
@@ -68,10 +67,9 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         'A model with ``loss="model"`` is called with ``labelCol`` as ``labels=``, or with each '
         "of ``labelCols`` by name, and returns the loss as output ``loss``, first in a tuple, or "
         "alone.",
-        held=Any,
+        type=LossFunction | Literal["model"],
     )
-    optimizer = Declaration(
-        OptimizerBuilder | str,
+    optimizer: Param[Any] = Declaration(
         convert.optimizer,
         Default.REQUIRED,
         "parameters -> Optimizer, for example torch.optim.Adam or partial(torch.optim.SGD, "
@@ -79,10 +77,9 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         "of one of torch's, such as 'Adam'",
         "It is given the pairs, from which it can make parameter groups, if its first argument is "
         "called ``named_parameters``.",
-        held=Any,
+        type=OptimizerBuilder | str,
     )
-    learningRate = Declaration(
-        float | None,
+    learningRate: Param[float | None] = Declaration(
         positive("learningRate"),
         None,
         "the learning rate (> 0), passed to the optimizer as lr, in place of the one it has; None "
@@ -90,45 +87,39 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
         "Parameter groups that say their own ``lr`` keep it, as in torch. It is refused where it "
         "would change nothing, as with ``OneCycleLR``, which sets the rates itself.",
     )
-    scheduler = Declaration(
-        SchedulerBuilder | None,
+    scheduler: Param[Any] = Declaration(
         function("scheduler", "a function optimizer -> LRScheduler", builds=True),
         None,
         "optimizer -> LRScheduler, for example partial(CosineAnnealingLR, T_max=10); None for none",
         "It must depend on the number of its steps alone, except for ``ReduceLROnPlateau``, which "
         "follows the loss of each epoch: on the held-out rows, or the training loss if there are "
         "none.",
-        held=Any,
+        type=SchedulerBuilder | None,
     )
-    schedulerEvery = choice(
+    schedulerEvery: Param[Unit] = choice(
         ("epoch", "step"),
         "when the scheduler takes a step: every 'epoch' or every 'step' of the optimizer",
         "Those are the steps of the worker with the most rows; workers that have fewer catch up at "
         "the end of the epoch.",
-        held=Unit,
     )
-    schedulerMetric = Declaration(
-        str | None,
+    schedulerMetric: Param[str | None] = Declaration(
         nonempty_text("schedulerMetric"),
         None,
         "the one of metrics that ReduceLROnPlateau follows; None for the loss",
     )
     epochs = number(1, 1, "passes over the data (>= 1)")
     batchSize = number(1, 32, "rows per minibatch on each worker (>= 1)")
-    clipNorm = Declaration(
-        float | None,
+    clipNorm: Param[float | None] = Declaration(
         positive("clipNorm"),
         None,
         "the largest norm of all gradients together (> 0); larger ones are scaled down to it "
         "before each optimizer step; None for no limit",
     )
-    precision = choice(
+    precision: Param[Precision] = choice(
         ("float32", "bf16"),
         "of the forward pass and the loss: 'float32' (the parameters' own), or 'bf16' by autocast",
-        held=Precision,
     )
-    seed = Declaration(
-        int,
+    seed: Param[int] = Declaration(
         partial(require_seed, "seed"),
         0,
         "random seed.",
@@ -139,9 +130,8 @@ class TrainingParams(HasSeed, DeclaredParams, group="Training"):
 class WorkerParams(DeclaredParams, group="Workers"):
     """Who trains, and how the replicas agree."""
 
-    strategy = Declaration(
-        # No type argument: the reader of job configurations looks for the subclasses of a class.
-        Strategy,
+    # No type argument: the reader of job configurations looks for the subclasses of a class.
+    strategy: Param[Strategy] = Declaration(
         convert.strategy,
         Default.UNSET,
         "how the replicas agree",
@@ -155,8 +145,7 @@ class WorkerParams(DeclaredParams, group="Workers"):
         "Where each Spark task has several GPUs, every GPU gets one, so it must be a multiple of "
         "them.",
     )
-    device = Declaration(
-        str,
+    device: Param[str] = Declaration(
         device_name("device"),
         "auto",
         "where replicas live: auto, cpu, cuda or cuda:N",
@@ -182,8 +171,7 @@ class RowParams(DeclaredParams, group="Rows"):
         "how the rows are spread over the workers: 'exchange' (they exchange them among "
         "themselves), 'spark' (by its shuffle) or 'none' (they stay where they are read)",
         "With ``exchange``, each reads whole partitions, then they exchange all rows at random and "
-        "evenly. ``spark`` shuffles unless there are as many partitions as workers, of about equal "
-        "size. With ``none`` they stay even if that leaves each worker one class.",
+        "evenly. With ``none`` they stay even if that leaves each worker one class.",
     )
     reshuffleEvery = number(
         0,
@@ -191,14 +179,13 @@ class RowParams(DeclaredParams, group="Rows"):
         "epochs after which the workers exchange their rows again (>= 0); 0 for never",
         "If they do exchange, losing a worker makes all start again from the last round.",
     )
-    batchTransform = Declaration(
-        BatchTransform | None,
+    batchTransform: Param[Any] = Declaration(
         function("batchTransform", "a function of a Batch"),
         None,
         "Batch -> Batch, called on each training minibatch; None for none",
         "For example to augment images; torch's random numbers are seeded for it by epoch, rank "
         "and minibatch.",
-        held=Any,
+        type=BatchTransform | None,
     )
     storeIn = choice(
         STORE_PLACES,
@@ -210,15 +197,13 @@ class RowParams(DeclaredParams, group="Rows"):
 class ValidationParams(HasValidationIndicatorCol, DeclaredParams, group="Validation"):
     """Which rows are held out, and what is measured on them."""
 
-    validationIndicatorCol = Declaration(
-        str,
+    validationIndicatorCol: Param[str] = Declaration(
         None,
         Default.UNSET,
         "a boolean column; rows where it is true are not trained on, and the loss on them is in "
         "``model.history``",
     )
-    validationFraction = Declaration(
-        float | None,
+    validationFraction: Param[float | None] = Declaration(
         positive("validationFraction", 1),
         None,
         "the fraction of the rows, chosen by their content and the seed, that are not trained on "
@@ -226,23 +211,21 @@ class ValidationParams(HasValidationIndicatorCol, DeclaredParams, group="Validat
         "A row's content (features, labels, weight) and ``seed`` decide which side it falls on, so "
         "that it is the same in every fit; rows with the same content are on the same side.",
     )
-    metrics = Declaration(
-        Mapping[str, Any] | None,
+    metrics: Param[dict[str, Any] | None] = Declaration(
         convert.metrics,
         None,
         "torchmetrics by name, measured on the held-out rows after each epoch; None for none",
         "A dict by name of ``torchmetrics.Metric`` objects, which are copied, or of functions or "
         "classes that make one; or a ``MetricCollection``. They are in ``model.history``, and "
         "callbacks can follow them. Needs ``pip install 'sparkdl-torch[metrics]'``.",
-        held=dict[str, Any] | None,
+        type=Mapping[str, Any] | None,
     )
 
 
 class MonitoringParams(DeclaredParams, group="Monitoring"):
     """What is shown and called while a fit runs."""
 
-    callbacks = Declaration(
-        Sequence[Callback | WorkerCallback] | None,
+    callbacks: Param[list[Callback | WorkerCallback] | None] = Declaration(
         convert.callbacks,
         None,
         "called in the driver after rounds, epochs and more, where they may end the training, or "
@@ -250,7 +233,7 @@ class MonitoringParams(DeclaredParams, group="Monitoring"):
         "See ``sparkdl.callbacks``. ``EarlyStopping`` and ``TimeBudget`` end the training with the "
         "best epoch's model or with the model so far; ``ModelCheckpoint`` makes ``fit`` return the "
         "best epoch's model; a ``WorkerCallback`` is called on the workers.",
-        held=list[Callback | WorkerCallback] | None,
+        type=Sequence[Callback | WorkerCallback] | None,
     )
     progress = flag(True, "whether to show a progress bar in the driver")
 
@@ -258,8 +241,7 @@ class MonitoringParams(DeclaredParams, group="Monitoring"):
 class RecoveryParams(DeclaredParams, group="Recovery"):
     """What a training survives, and how."""
 
-    timeout = Declaration(
-        float,
+    timeout: Param[float] = Declaration(
         positive("timeout"),
         600.0,
         "the longest time to wait for any worker or round, in seconds (> 0)",
@@ -278,8 +260,7 @@ class RecoveryParams(DeclaredParams, group="Recovery"):
         "with how many workers training goes on while others are lost (>= 1)",
         "With fewer, training waits, up to ``timeout``, until lost ones are back.",
     )
-    checkpointPath = Declaration(
-        str | None,
+    checkpointPath: Param[str | None] = Declaration(
         nonempty_text("checkpointPath", "a path or URI"),
         None,
         "directory for checkpoints of the training, a path or URI; None for none",
@@ -315,8 +296,7 @@ class RecoveryParams(DeclaredParams, group="Recovery"):
 class NetworkParams(DeclaredParams, group="Network"):
     """How workers and driver reach each other, and whether in secret."""
 
-    collectiveInterface = Declaration(
-        str | None,
+    collectiveInterface: Param[str | None] = Declaration(
         nonempty_text(
             "collectiveInterface",
             "a network interface such as 'eth1' or a subnet such as '10.1.0.0/16'",
@@ -327,8 +307,7 @@ class NetworkParams(DeclaredParams, group="Network"):
         "For strategies whose workers exchange among themselves; of a subnet, each host has one "
         "address.",
     )
-    collectivePorts = Declaration(
-        str | None,
+    collectivePorts: Param[str | None] = Declaration(
         convert.ports,
         None,
         "first and last port on which rank 0 may accept the other workers (40000-40100); None for "

@@ -10,19 +10,14 @@ from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
-from typing_extensions import Self
 
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.estimator import BaseEstimator
+from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
-from sparkdl.estimator.labels import indexed, labelled_by, labels_of, require_known, with_names
+from sparkdl.estimator.labels import indexed, labels_of, require_known, with_names
 from sparkdl.estimator.outputs import ClassOutputs, NumberOutput
 from sparkdl.estimator.params.declaration import constructor
-from sparkdl.estimator.params.estimators import (
-    TorchClassifierParams,
-    TorchEstimatorParams,
-    TorchRegressorParams,
-)
+from sparkdl.estimator.params.estimators import TorchClassifierParams, TorchRegressorParams
 from sparkdl.events import MetricValue
 from sparkdl.spark.session.required import require_frame
 
@@ -65,8 +60,8 @@ class TorchClassificationModel(FittedModel, ClassOutputs):
             raise
 
 
-@constructor(TorchEstimatorParams)
-class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchClassificationModel]):
+@constructor(TorchEstimator)
+class TorchClassifier(TorchClassifierParams, BaseEstimator[TorchClassificationModel], ClassOutputs):
     """Trains a PyTorch model to tell classes apart, like pyspark.ml's classifiers.
 
     The fitted model adds the columns that theirs add, so it works with evaluators, ``OneVsRest``,
@@ -85,8 +80,7 @@ class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchCl
         ConfigError: an argument is unknown or out of range.
     """
 
-    def _model(self, *args: Any, **kwargs: Any) -> TorchClassificationModel:
-        return TorchClassificationModel(*args, **kwargs)
+    _model = TorchClassificationModel
 
     def _fit(
         self, dataset: DataFrame, warm_start: FittedModel | None = None
@@ -101,20 +95,12 @@ class TorchClassifier(TorchClassifierParams, ClassOutputs, BaseEstimator[TorchCl
         column = self.getLabelCol()
         labels = self.getLabels() or labels_of(dataset, column)
         rows, index = indexed(dataset, column, labels)
-        indexing = self.copy({self.labelCol: index, self.labels: labels})
+        named = self.copy({self.labels: labels})
         try:
-            return indexing._fit_rows(rows, warm_start)
+            return named._trained(named.copy({self.labelCol: index}), rows, warm_start)
         except DataError as error:
             require_known(rows, index, column, labels, error)
             raise
-
-    def _as_given(self) -> Self:
-        return self.copy({self.labelCol: labelled_by(self.getLabelCol())})
-
-    def _fit_rows(
-        self, dataset: DataFrame, warm_start: FittedModel | None
-    ) -> TorchClassificationModel:
-        return super()._fit(dataset, warm_start)
 
 
 class TorchRegressionModel(FittedModel, NumberOutput):
@@ -128,8 +114,8 @@ class TorchRegressionModel(FittedModel, NumberOutput):
     """
 
 
-@constructor(TorchEstimatorParams)
-class TorchRegressor(TorchRegressorParams, NumberOutput, BaseEstimator[TorchRegressionModel]):
+@constructor(TorchEstimator)
+class TorchRegressor(TorchRegressorParams, BaseEstimator[TorchRegressionModel], NumberOutput):
     """Trains a PyTorch model to predict a number, like pyspark.ml's regressors.
 
     It has the arguments of ``TorchEstimator`` except ``outputCols`` and ``outputType``; ``model``
@@ -139,5 +125,4 @@ class TorchRegressor(TorchRegressorParams, NumberOutput, BaseEstimator[TorchRegr
         ConfigError: an argument is unknown or out of range.
     """
 
-    def _model(self, *args: Any, **kwargs: Any) -> TorchRegressionModel:
-        return TorchRegressionModel(*args, **kwargs)
+    _model = TorchRegressionModel

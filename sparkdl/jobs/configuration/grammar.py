@@ -74,17 +74,6 @@ counts; --print_config prints what they say together. docs/jobs.md explains the 
 """
 
 
-class Refused(SystemExit):
-    """The job has said what is wrong with its configuration, and ends."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(2)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
-
-
 @dataclass(kw_only=True)
 class Settings:
     """What a job was asked for, by the configuration's keys; None for those that it does not use.
@@ -198,8 +187,8 @@ def read_settings(job: JobName, command_line: list[str] | None = None) -> Settin
         command_line: None for this process's own.
 
     Raises:
-        Refused: something is wrong, and was reported.
-        SystemExit: with code 0, after --help and --print_config.
+        SystemExit: something is wrong, and was reported; or, with code 0, after --help and
+            --print_config.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -212,7 +201,9 @@ def read_settings(job: JobName, command_line: list[str] | None = None) -> Settin
     except (ConfigError, ValueError, TypeError) as error:
         message = without_secrets(str(error), plain)
         print(f"{job}.py: error: {message}\n{job}.py --help lists every key", file=sys.stderr)
-        raise Refused(message) from error
+        refused = SystemExit(message)
+        refused.code = 2
+        raise refused from error
     if settings is None or "print_config" in flags:
         print(help_of(job) if settings is None else yaml.safe_dump(plain, sort_keys=False))
         raise SystemExit(0)

@@ -50,7 +50,6 @@ class Workers:
         columns: the columns to feed, in the order of the job's schema; none for no rows.
         num_workers: ranks to run at the same time.
         shuffle: how the rows get to them, one of ``SHUFFLES``.
-        spread: whether Spark's shuffle spreads them, however many partitions there are.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
         network: how they reach each other.
@@ -63,7 +62,6 @@ class Workers:
     columns: tuple[InputColumn, ...]
     num_workers: int
     shuffle: str
-    spread: bool = False
     device: str
     description: str
     network: Network
@@ -79,7 +77,7 @@ class Workers:
     @property
     def exchanged(self) -> bool:
         """Whether the workers exchange the rows among themselves before they train."""
-        return self.shuffle == "exchange" and not self.spread and self.num_workers > 1
+        return self.shuffle == "exchange" and self.num_workers > 1
 
     @cached_property
     def planned(self) -> tuple[DataFrame, int | None]:
@@ -120,7 +118,7 @@ def _on_tasks(workers: Workers, *, stable: bool) -> DataFrame:
     after = "stay there"
     if workers.exchanged:
         after = f"are exchanged among {workers.num_workers} workers"
-    if found == tasks and not workers.spread:
+    if found == tasks and (workers.shuffle != "spark" or tasks == 1):
         logger.info("rows: %d partitions are read by as many tasks, and %s", tasks, after)
         return rows
     reason = f"{tasks} tasks read {found} partitions"
@@ -133,8 +131,8 @@ def _on_tasks(workers: Workers, *, stable: bool) -> DataFrame:
             instead += f", or make as many partitions as tasks: df.repartition({tasks})"
         kept = "shuffleRows='none' leaves rows in their partitions"
         raise ConfigError(f"{kept}, but {why}. {instead}")
-    if workers.spread or workers.shuffle == "spark":
-        logger.info("rows: Spark's shuffle, because %s", reason)
+    if workers.shuffle == "spark":
+        logger.info("rows: Spark's shuffle, because that was asked for")
         # By places that vary from run to run, Spark would send rows to other tasks.
         return (rows if stable else rows.drop(PLACE_COLUMN)).repartition(tasks)
     if found is None:

@@ -83,7 +83,7 @@ def test_an_empty_sequence_that_cannot_be_packed_is_named_with_its_row() -> None
 
 def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSession) -> None:
     plan, replica = plan_fit(estimator(), frame(spark, partitions=2))
-    checks = RowChecks(replica, estimator())
+    checks = RowChecks(replica)
     built = weakref.ref(replica.module)
     del replica
     features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
@@ -109,7 +109,7 @@ def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_
     plan, replica = plan_fit(estimator(), frame(spark, partitions=2))
     replica.rebuild_optimizer(lambda build, parameters: Counting(parameters, lr=0.1))
     replica._build_optimizer = partial(Counting, lr=0.1)
-    checks = RowChecks(replica, estimator())
+    checks = RowChecks(replica)
     features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
     label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
     checks.check(plan, DataStatistics((30, 30), (features, label)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import re
 import subprocess
 import sys
@@ -13,13 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import sparkdl
-from sparkdl.estimator.params.declaration import Default, described, field_of
-from sparkdl.estimator.params.estimators import EstimatorParams
+from sparkdl.estimator.fit_settings import FitSettings
+from sparkdl.estimator.params.declaration import (
+    GROUPS,
+    Declaration,
+    DeclaredParams,
+    Default,
+    described,
+)
 
 FOLDER = Path(sparkdl.__file__).parent / "estimator" / "params"
 MODULES = ("columns", "training", "estimators")
 KINDS = {"flag": "bool", "number": "int", "choice": "str"}
 """Functions that declare a Param, and the type of what each takes."""
+SHARED = "_Arguments"
+_SHARED = {
+    name: each
+    for name, each in FitSettings.declarations.items()
+    if each.default is not Default.REQUIRED
+}
 HEADER = (
     '"""The types of the module of the same name, written by tests/estimator/params/stubs.py."""'
 )
@@ -28,13 +39,15 @@ HEADER = (
 def written(module: str) -> str:
     """The stub of a module."""
     trees = {each: ast.parse((FOLDER / f"{each}.py").read_text()) for each in MODULES}
-    declared = {name: call for tree in trees.values() for name, call in _declared(tree)}
+    declared = dict(each for tree in trees.values() for each in _declared(tree))
     classes = [
         line
         for node in trees[module].body
         if isinstance(node, ast.ClassDef)
         for line in _class_lines(module, node, declared)
     ]
+    if module == "estimators":
+        classes += _shared_lines(declared)
     body = "\n".join(classes)
     imports = [
         ast.unparse(node)
@@ -47,7 +60,7 @@ def written(module: str) -> str:
     own = {node.name for node in trees[module].body if isinstance(node, ast.ClassDef)}
     used = [_only_used(line, body, own) for line in imports]
     always = "from typing import Any\nfrom pyspark.ml.param import Param\n"
-    always += "from typing_extensions import Self\n"
+    always += "from typing_extensions import Self, TypedDict, Unpack\n"
     always += "from sparkdl.estimator.params.declaration import DeclaredParams"
     text = "\n".join([HEADER, always, *used, body])
     for command in (["check", "--select", "I,F401", "--fix"], ["format"]):
@@ -71,68 +84,75 @@ def written(module: str) -> str:
     return text
 
 
-def _declared(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+def _declared(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
+    """What is taken, and what is held, by name."""
     for each in ast.walk(tree):
-        value = each.value if isinstance(each, ast.Assign) else None
-        if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Declaration", *KINDS):
-            yield ast.unparse(each.targets[0]), value
+        call = each.value if isinstance(each, (ast.Assign, ast.AnnAssign)) else None
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in ("Declaration", *KINDS):
+            continue
+        taken = KINDS.get(ast.unparse(call.func), "")
+        if taken == "int" and ast.unparse(call.args[1]) == "None":
+            taken += " | None"
+        taken = next((ast.unparse(k.value) for k in call.keywords if k.arg == "type"), taken)
+        held = taken
+        if isinstance(each, ast.AnnAssign):
+            assert isinstance(each.annotation, ast.Subscript)
+            held = ast.unparse(each.annotation.slice)
+        name = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
+        types = [re.sub(r"\bStrategy\b", "Strategy[Any]", kind) for kind in (taken or held, held)]
+        yield ast.unparse(name), (types[0], types[1])
 
 
-def _types(call: ast.Call) -> tuple[str, str]:
-    """What is taken, and what is held."""
-    made = KINDS.get(ast.unparse(call.func), ast.unparse(call.args[0]))
-    optional = made == "int" and ast.unparse(call.args[1]) == "None"
-    taken = re.sub(r"\bStrategy\b", "Strategy[Any]", made) + (" | None" if optional else "")
-    held = [ast.unparse(each.value) for each in call.keywords if each.arg == "held"]
-    return taken, held[0] if held else taken
-
-
-def _class_lines(module: str, node: ast.ClassDef, declared: dict[str, ast.Call]) -> Iterator[str]:
+def _class_lines(
+    module: str, node: ast.ClassDef, declared: dict[str, tuple[str, str]]
+) -> Iterator[str]:
+    cls = getattr(importlib.import_module(f"sparkdl.estimator.params.{module}"), node.name)
     yield f"class {node.name}({', '.join(map(ast.unparse, node.bases))}):"
-    own = [name for name, _ in _declared(ast.Module([node], []))]
-    for name in own:
-        taken, held = _types(declared[name])
+    lines = []
+    for name, _ in _declared(ast.Module([node], [])):
+        taken, held = declared[name]
         capital = name[0].upper() + name[1:]
-        yield f"    {name}: Param[{held}]"
-        yield f"    def get{capital}(self) -> {held}: ..."
-        yield f"    def set{capital}(self, value: {taken}) -> Self: ..."
+        accessors = {
+            name: f"    {name}: Param[{held}]",
+            f"get{capital}": f"    def get{capital}(self) -> {held}: ...",
+            f"set{capital}": f"    def set{capital}(self, value: {taken}) -> Self: ...",
+        }
+        # pyspark.ml types its own.
+        known = [n for n in accessors if any(hasattr(base, n) for base in cls.__bases__)]
+        lines += [line for n, line in accessors.items() if n not in known]
     if node.name.startswith("Torch"):
-        yield from _constructor_lines(module, node.name, declared)
-    elif node.name == "ParamValues":
-        yield from _value_lines(declared)
-    elif not own:
-        yield "    ..."
+        lines += _constructor_lines(cls, declared)
+    yield from lines or ["    ..."]
 
 
-def _value_lines(declared: dict[str, ast.Call]) -> Iterator[str]:
-    yield "    def __init__(self, params: DeclaredParams) -> None: ..."
-    for name, declaration in EstimatorParams.declarations.items():
-        taken, held = _types(declared[name])
-        unset = declaration.default is Default.UNSET and name != "strategy"
-        one = taken if held == "Any" else held
-        yield f"    {field_of(name)}: {one}{' | None' if unset else ''}"
+def _argument(name: str, declaration: Declaration, types: tuple[str, str]) -> str:
+    unset = " | None" if declaration.default is Default.UNSET else ""
+    return f"{name}: {types[0]}{unset}"
 
 
-def _constructor_lines(module: str, name: str, declared: dict[str, ast.Call]) -> Iterator[str]:
-    params = getattr(
-        importlib.import_module(f"sparkdl.estimator.params.{module}"), name
-    ).declarations
+def _shared_lines(declared: dict[str, tuple[str, str]]) -> Iterator[str]:
+    """The arguments that all estimators have and none needs, each once."""
+    yield f"class {SHARED}(TypedDict, total=False):"
+    for name, each in _SHARED.items():
+        yield f"    {_argument(name, each, declared[name])}"
+
+
+def _constructor_lines(
+    params: type[DeclaredParams], declared: dict[str, tuple[str, str]]
+) -> Iterator[str]:
     yield "    def __init__(self, *,"
-    for each, declaration in params.items():
-        argument = declaration.argument(each)
-        taken = _types(declared[each])[0] + (
-            " | None" if str(declaration.default).endswith("UNSET") else ""
-        )
-        default = argument.default
-        plain = default is None or isinstance(default, (bool, int, float, str))
-        shown = (
-            "" if default is inspect.Parameter.empty else f" = {default!r}" if plain else " = ..."
-        )
-        yield f"        {each}: {taken}{shown},"
+    whole = {**FitSettings.declarations, **params.declarations}
+    for name, each in whole.items():
+        if name not in _SHARED:
+            default = "" if each.default is Default.REQUIRED else " = ..."
+            yield f"        {_argument(name, each, declared[name])}{default},"
+    yield f"        **others: Unpack[{SHARED}],"
     yield "    ) -> None:"
     yield '        """Set what is given.'
     yield ""
-    yield textwrap.indent(described(params, width=92), " " * 8)
+    shown = whole if params.__name__ == "TorchEstimatorParams" else params.declarations
+    shown = dict(sorted(shown.items(), key=lambda item: GROUPS.index(item[1].group)))
+    yield textwrap.indent(described(shown, width=92), " " * 8)
     yield '        """'
 
 

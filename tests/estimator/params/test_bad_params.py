@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from sparkdl import GradientAllReduce, TorchEstimator
 from sparkdl.callbacks import Callback, EarlyStopping, WorkerCallback, WorkerStep
 from sparkdl.errors import ConfigError, ModelError, SparkDLError
-from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.params.training import TrainingParams
 from sparkdl.protocols import Batch
 
@@ -180,11 +179,11 @@ def test_one_that_cannot_travel_to_the_workers_is_told_of(spark: SparkSession) -
 
 def test_none_takes_them_away() -> None:
     assert estimator(callbacks=[MyOwn()]).setCallbacks(None).getCallbacks() is None
-    assert FitSettings(estimator(callbacks=None)).driver_callbacks == []
+    assert estimator(callbacks=None).driver_callbacks() == []
 
 
 def test_there_are_no_checkpoints_unless_asked_for() -> None:
-    assert FitSettings(estimator()).checkpoint_policy() is None
+    assert estimator().checkpoint_policy() is None
 
 
 def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(

@@ -319,7 +319,7 @@ def told(estimator: TorchEstimator, rows: DataFrame) -> dict[str, str]:
     plan, _ = plan_fit(estimator, rows)
     settings = plan.settings
     job = {field.name: text(getattr(plan.job, field.name)) for field in fields(plan.job)}
-    apart = {"frame", "delivery", "columns"}
+    apart = {"frame", "columns"}
     workers = {
         field.name: text(getattr(plan.workers, field.name))
         for field in fields(plan.workers)
@@ -328,11 +328,10 @@ def told(estimator: TorchEstimator, rows: DataFrame) -> dict[str, str]:
     return {
         **job,
         **workers,
-        "delivery": repr(plan.workers.delivery),
         "columns": text([column.name for column in plan.workers.columns]),
         "checkpoints": repr(settings.checkpoint_policy("application")),
-        "callbacks in the driver": text(settings.driver_callbacks),
-        "not finite": text(settings.handle_invalid),
+        "callbacks in the driver": text(settings.driver_callbacks()),
+        "not finite": text(settings.getHandleInvalid()),
         "predicted": text([each.name for each in estimator.predicted_columns(plan.head, WIDTHS)]),
     }
 
