@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from sparkdl.errors import ConfigError
 from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, IDLE, READ, WAIT
-from sparkdl.report.html import duration
 from sparkdl.report.recording import BUSY, Recording
 
 NOTABLE = 0.25
 """The share of the workers' time above which something is worth changing."""
-MORE = 4
-"""How many times as many workers to predict an epoch for."""
 UNEVEN = 1.3
 """How many times the mean a worker must take to be called slow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """Where time goes.
 
     Attributes:
@@ -46,16 +41,60 @@ def findings(recording: Recording) -> list[Finding]:
     total = float(recording.seconds.sum())
     if not total:
         return [Finding(0.0, "No worker has reported yet where its time went.")]
-    found = (
-        _launch(recording),
-        _start(recording, total),
-        _waiting(recording, total),
-        _exchanging(recording, total),
-        _feeding(recording, total),
-        _computing(recording, total),
-    )
-    notable = [each for each in found if each.share >= NOTABLE]
-    return [*sorted(notable, key=lambda each: -each.share), *_planned(recording)]
+    setup, before = recording.setup, recording.before_training
+    trained = (recording.seconds - before).sum(axis=0)
+    launched = recording.launched_s or 0.0
+    outside = float(before.sum() + trained[[READ, IDLE]].sum())
+    decoding = before[:, DECODE].sum() > outside / 2
+    shares = recording.seconds.sum(axis=0) / total
+    found = [
+        _found(
+            launched / max(recording.duration_s, launched, 1e-9),
+            f"of the time ({launched:.1f} s) passed before the first worker started: Spark was "
+            "starting executors, Python and torch.",
+            "Later fits of the same session start faster (create_session keeps processes with "
+            "torch ready); for such a short training, fewer workers, or none at all, may be "
+            "faster.",
+        ),
+        _found(
+            outside / total,
+            "of the workers' time passed outside the rounds, while rows were "
+            f"{'turned into tensors and stored' if decoding else 'read'}.",
+            f"{'' if setup.epochs >= 10 else 'More epochs on the same rows cost none of it. '}"
+            "More workers share it; images cost less if they are scaled down once, upstream. Read "
+            "from Parquet with about as many partitions as workers or more, or persist what is "
+            "computed upstream.",
+        ),
+        _waiting(recording, float(shares[WAIT])),
+        _found(
+            shares[EXCHANGE],
+            f"of the time goes into sending and receiving {setup.model_bytes / 1e6:.3g} MB of "
+            "parameters and buffers, each worker in each round.",
+            _fewer_rounds(recording)
+            + (
+                " wire_dtype='bfloat16' halves the bytes."
+                if setup.wire_dtype == "float32" and not setup.collective
+                else ""
+            ),
+        ),
+        _found(
+            trained[DECODE] / total,
+            "of the time goes into making minibatches of stored rows.",
+            "A larger batchSize, or a cheaper batchTransform.",
+        ),
+        _found(
+            shares[COMPUTE],
+            "of the workers' time is forward, backward and optimizer steps.",
+            "That is what they are for: more workers, a GPU, or precision='bf16' on hardware that "
+            "has it, would make it faster.",
+        ),
+    ]
+    found.sort(key=lambda each: -each.share)
+    return [each for each in found if each.share >= NOTABLE] or found[:1]
+
+
+def _found(share: float, what: str, advice: str) -> Finding:
+    return Finding(float(share), f"{100 * share:.0f} % {what}", advice)
 
 
 def slowest(recording: Recording) -> tuple[int, float] | None:
@@ -85,62 +124,39 @@ def _busy(recording: Recording) -> np.ndarray:
     return busy
 
 
-def _launch(recording: Recording) -> Finding:
-    seconds, whole = recording.launched_s or 0.0, recording.duration_s
-    share = seconds / whole if whole else 0.0
-    return Finding(
-        share,
-        f"{_percent(share)} of the time ({seconds:.1f} s) passed before the first worker "
-        "started: Spark was starting executors, Python and torch.",
-        "Later fits of the same session start faster (create_session keeps processes with torch "
-        "ready); for such a short training, fewer workers, or none at all, may be faster.",
-    )
-
-
-def _start(recording: Recording, total: float) -> Finding:
-    before = recording.before_training
-    trained = recording.seconds - before
-    seconds = float(before.sum() + trained[:, [READ, IDLE]].sum())
-    decoding = float(before[:, DECODE].sum()) > seconds / 2
-    what = "turned into tensors and stored" if decoding else "read"
-    advice = (
-        "More epochs on the same rows cost none of it. " if recording.setup.epochs < 10 else ""
-    ) + (
-        "More workers share it; images cost less if they are scaled down once, upstream."
-        if decoding
-        else "Read from Parquet with about as many partitions as workers or more, or persist what "
-        "is computed upstream."
-    )
-    return Finding(
-        seconds / total,
-        f"{_percent(seconds / total)} of the workers' time passed outside the rounds, while "
-        f"rows were {what}.",
-        advice,
-    )
-
-
-def _waiting(recording: Recording, total: float) -> Finding:
+def _waiting(recording: Recording, share: float) -> Finding:
     waited = float(recording.seconds[:, WAIT].sum())
-    share = waited / total
-    if _waited_for_lost(recording) > waited / 2:
-        return _lost(recording, share)
-    slow = slowest(recording)
-    busy = _busy(recording)
+    ranks = sorted({each.rank for each in recording.failures if each.rank is not None})
+    if ranks and _waited_for(recording, ranks) > waited / 2:
+        one = len(ranks) == 1
+        who = name_of(recording, ranks[0]) if one else f"{len(ranks)} workers"
+        return _found(
+            share,
+            f"of the time workers wait, most of it for {who}, until "
+            f"{'it was' if one else 'they were'} back.",
+            "What was lost, when and why is listed under Failures.",
+        )
+    slow, busy = slowest(recording), _busy(recording)
     # Workers that finish early wait for the last one, whatever a round costs.
-    for_others = float((busy.max() - busy).sum())
-    if slow is not None and for_others > waited / 2:
-        return _uneven(recording, share, *slow)
-    where = "the averager" if not recording.setup.collective else "the other workers"
-    return Finding(
+    if slow is None or float((busy.max() - busy).sum()) <= waited / 2:
+        where = "the other workers" if recording.setup.collective else "the averager"
+        return _found(share, f"of the time workers wait for {where}.", _fewer_rounds(recording))
+    (rank, times), rows = slow, recording.rows
+    more_rows = float(rows[rank] / rows.mean()) if rows.any() else 1.0
+    return _found(
         share,
-        f"{_percent(share)} of the time workers wait for {where}.",
-        _fewer_rounds(recording),
+        f"of the time workers wait for each other: {name_of(recording, rank)} takes {times:.1f} "
+        "times as long as the mean.",
+        f"It has {more_rows:.1f} times as many rows: shuffleRows='exchange' gives all the same "
+        "number."
+        if more_rows > (1 + times) / 2
+        else "It has no more rows than others, so its host is slower, or busy: look at it, or let "
+        "the others continue without waiting, with ElasticAveraging or AsynchronousSGD.",
     )
 
 
-def _waited_for_lost(recording: Recording) -> float:
+def _waited_for(recording: Recording, lost: list[int]) -> float:
     """Seconds that workers waited while one that had been present was missing."""
-    lost = {each.rank for each in recording.failures if each.rank is not None}
     bins = recording.lanes
     # A lane that several workers share counts as present while most of them are.
     there = bins.sums.sum(axis=2) > bins.width_s / 2
@@ -150,40 +166,6 @@ def _waited_for_lost(recording: Recording) -> float:
         if len(seen):
             awaited[seen[0] : bins.used] |= ~there[seen[0] : bins.used, lane]
     return float(bins.sums[awaited, :, WAIT].sum())
-
-
-def _lost(recording: Recording, share: float) -> Finding:
-    ranks = sorted({each.rank for each in recording.failures if each.rank is not None})
-    who = name_of(recording, ranks[0]) if len(ranks) == 1 else f"{len(ranks)} workers"
-    back = "it was" if len(ranks) == 1 else "they were"
-    return Finding(
-        share,
-        f"{_percent(share)} of the time workers wait, most of it for {who}, until {back} back.",
-        "What was lost, when and why is listed under Failures.",
-    )
-
-
-def _uneven(recording: Recording, share: float, rank: int, times: float) -> Finding:
-    rows = recording.rows
-    more_rows = float(rows[rank] / rows.mean()) if rows.any() else 1.0
-    who = name_of(recording, rank)
-    sentence = (
-        f"{_percent(share)} of the time workers wait for each other: {who} takes {times:.1f} times "
-        "as long as the mean."
-    )
-    if more_rows > (1 + times) / 2:
-        return Finding(
-            share,
-            sentence,
-            f"It has {more_rows:.1f} times as many rows: shuffleRows='exchange' gives all the same "
-            "number.",
-        )
-    return Finding(
-        share,
-        sentence,
-        "It has no more rows than others, so its host is slower, or busy: look at it, or let "
-        "the others continue without waiting, with ElasticAveraging or AsynchronousSGD.",
-    )
 
 
 def _fewer_rounds(recording: Recording) -> str:
@@ -198,67 +180,3 @@ def _fewer_rounds(recording: Recording) -> str:
         f"A larger batchSize (it is {setup.batch_size}) makes rounds rarer, and so does "
         "ParameterAveraging(period=10)."
     )
-
-
-def _exchanging(recording: Recording, total: float) -> Finding:
-    share = float(recording.seconds[:, EXCHANGE].sum()) / total
-    setup = recording.setup
-    advice = _fewer_rounds(recording)
-    if setup.wire_dtype == "float32" and not setup.collective:
-        advice += " wire_dtype='bfloat16' halves the bytes."
-    return Finding(
-        share,
-        f"{_percent(share)} of the time goes into sending and receiving "
-        f"{setup.model_bytes / 1e6:.3g} MB of parameters and buffers, each worker in each round.",
-        advice,
-    )
-
-
-def _feeding(recording: Recording, total: float) -> Finding:
-    trained = recording.seconds - recording.before_training
-    share = float(trained[:, DECODE].sum()) / total
-    return Finding(
-        share,
-        f"{_percent(share)} of the time goes into making minibatches of stored rows.",
-        "A larger batchSize, or a cheaper batchTransform.",
-    )
-
-
-def _computing(recording: Recording, total: float) -> Finding:
-    share = float(recording.seconds[:, COMPUTE].sum()) / total
-    return Finding(
-        share,
-        f"{_percent(share)} of the workers' time is forward, backward and optimizer steps.",
-        "That is what they are for: more workers, a GPU, or precision='bf16' on hardware that has "
-        "it, would make it faster."
-        if share > 0.5
-        else "",
-    )
-
-
-def _planned(recording: Recording) -> list[Finding]:
-    """What an epoch would take with more workers; nothing if this fit alone does not tell."""
-    from sparkdl.planner.plan import Plan
-    from sparkdl.planner.profile import Profile
-
-    if recording.setup.traffic is None or recording.first_epoch is None:
-        return []
-    workers = MORE * recording.world_size
-    try:
-        plan = Plan([Profile.of(recording)], workers=[workers])
-    except ConfigError:  # a single worker has exchanged nothing, or all of it while it computed
-        return []
-    now, then = plan.predict(recording.world_size), plan.predict(workers)
-    return [
-        Finding(
-            0.0,
-            f"With {workers} workers, an epoch would take {duration(then.low)} to "
-            f"{duration(then.high)} in place of {duration(now.seconds)}, at an efficiency of about "
-            f"{_percent(then.efficiency)}.",
-            "summary.plan() says what else would change it.",
-        )
-    ]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

@@ -7,12 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 from sparkdl.events import EpochSummary
+from sparkdl.report.html import Curve
 
 VALIDATION = "validation_"
 COUNTED = ("epoch", "examples", "rounds", "seconds", "validation_examples", "max_staleness")
 """Names that get no curve."""
-Series = tuple[str, list[tuple[float, float]]]
-"""A name, and (epoch, value) of each epoch that has one."""
 
 
 def values_of(epoch: EpochSummary) -> dict[str, Any]:
@@ -36,29 +35,25 @@ def metrics_of(epoch: EpochSummary) -> dict[str, float]:
     }
 
 
-def series_of(history: Sequence[EpochSummary]) -> list[tuple[str, list[Series]]]:
+def curves_of(history: Sequence[EpochSummary]) -> list[tuple[str, list[Curve]]]:
     """Whatever numbers the epochs have, by name.
 
     Returns:
-        One entry per chart: its title and its series. Numbers on held-out rows share the chart of
-        the same number in training, if there is one; a series of zeros is left out.
+        One entry per chart: its title and its curves. Numbers on held-out rows share the chart of
+        the same number in training, if there is one; a curve of zeros is left out.
     """
     found: dict[str, list[tuple[float, float]]] = {}
     for epoch in history:
         for name, value in metrics_of(epoch).items():
             found.setdefault(name, []).append((float(epoch.epoch), value))
-    charts: dict[str, list[Series]] = {}
+    charts: dict[str, list[Curve]] = {}
     for name, points in found.items():
         base = name.removeprefix(VALIDATION)
-        title = base if base in found else name
+        curves = charts.setdefault(base if base in found else name, [])
         if any(value for _, value in points):
-            charts.setdefault(title, []).append((_label(name, found), points))
-    return [(_title(name), series) for name, series in charts.items()]
-
-
-def _title(name: str) -> str:
-    words = name.replace("_", " ")
-    return words[:1].upper() + words[1:]
+            curves.append(Curve(_label(name, found), points, len(curves)))
+    titled = ((name.replace("_", " "), curves) for name, curves in charts.items() if curves)
+    return [(name[:1].upper() + name[1:], curves) for name, curves in titled]
 
 
 def _label(name: str, found: Mapping[str, object]) -> str:

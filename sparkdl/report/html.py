@@ -10,13 +10,13 @@ from __future__ import annotations
 import html
 import math
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 LONGEST = 300
 """The most characters of a text that we did not write."""
 POINTS = 300
-"""The most points of a curve; if there are more, neighbours become their mean."""
+"""The most points of a curve; if there are more, some are left out."""
 DOTS = 40
 """Up to this many points are marked and labelled."""
 SMALLEST, LARGEST = 1e-290, 1e290
@@ -32,6 +32,18 @@ def text(value: object, longest: int = LONGEST) -> str:
     # Without control characters or those that change the writing direction.
     kept = (c if c in "\n\t" or not unicodedata.category(c).startswith("C") else "�" for c in shown)
     return html.escape("".join(kept), quote=True)
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of cells that are HTML; ``columns`` are its headings, with the class of each."""
+    marks = [f' class="{each}"' if each else "" for each in columns.values()]
+    head = "".join(f"<th{mark}>{name}</th>" for name, mark in zip(columns, marks, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td{m}>{cell}</td>' for m, cell in zip(marks, row, strict=True))}</tr>"
+        for row in rows
+    )
+    whole = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{whole}</table></div>'
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -51,21 +63,19 @@ def number(value: float, digits: int = 3) -> str:
     return shown.rstrip("0").rstrip(".") if "." in shown else shown
 
 
-def count(value: float, unit: str = "") -> str:
+def count(value: float) -> str:
     """A count in thousands, millions and so on: 12.3 k, 4.56 M."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            scale = 1e3 if letter == "k" else size
-            return f"{number(value / scale)} {letter}{unit}"
-    return f"{number(value)} {unit}".rstrip()
+    return number(value) if abs(value) < 1e4 else _scaled(value, (" k", " M", " G", " T"))
 
 
 def octets(value: float) -> str:
     """Bytes: 664 B, 1.23 MB."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= size:
-            return f"{number(value / size)} {unit}"
-    return f"{value:.0f} B"
+    return f"{value:.0f} B" if value < 1e3 else _scaled(value, (" kB", " MB", " GB", " TB"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    power = min(len(units), int(math.log10(abs(value)) // 3)) if math.isfinite(value) else 0
+    return f"{number(value / 1e3**power)}{units[power - 1] if power else ''}"
 
 
 def duration(seconds: float) -> str:
@@ -106,84 +116,55 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return (1.0, "seconds") if seconds >= 1 else (1e-3, "milliseconds")
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Points that belong together.
 
     Attributes:
         name: in the legend.
         points: (x, y), by x; a y that is not finite is a gap.
-        dashed: whether it is drawn dashed.
-        colour: the style's class for its colour, ``c0`` to ``c3``.
+        place: among the curves of a chart; all but the first are dashed.
     """
 
     name: str
     points: Sequence[tuple[float, float]]
-    dashed: bool = False
-    colour: str = "c0"
+    place: int = 0
+
+    @property
+    def look(self) -> str:
+        """The classes of the style for it."""
+        return f"c{self.place % 4}{' dashed' if self.place else ''}"
 
 
-def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most ``POINTS`` points, each the mean of neighbours."""
-    each = math.ceil(len(points) / POINTS)
-    if each <= 1:
-        return list(points)
-    kept = []
-    for start in range(0, len(points), each):
-        group = points[start : start + each]
-        finite = [y for _, y in group if math.isfinite(y)]
-        y = sum(finite) / len(finite) if finite else math.nan
-        kept.append((sum(x for x, _ in group) / len(group), y))
-    return kept
-
-
-def chart(
-    title: str,
-    curves: Sequence[Curve],
-    *,
-    x_name: str,
-    x_range: tuple[float, float] | None = None,
-    whole: bool = False,
-    from_zero: bool = False,
-    y_unit: str = "",
-) -> str:
+def chart(title: str, curves: Sequence[Curve], *, x_name: str, whole: bool = False) -> str:
     """A chart of one curve or more; empty if they have no finite point.
 
     Args:
         title: shown above it.
         curves: what to draw.
         x_name: what x is, with its unit.
-        x_range: the ends of the x axis; by default the points' range.
         whole: whether x are whole numbers.
-        from_zero: whether y begins at 0.
-        y_unit: of y.
     """
-    shown = [Curve(c.name, _drawable(thinned(c.points)), c.dashed, c.colour) for c in curves]
+    shown = [c._replace(points=_drawable(c.points)) for c in curves]
     finite = [(x, y) for c in shown for x, y in c.points if math.isfinite(y)]
     if not finite:
         return ""
-    left, right = x_range or (min(x for x, _ in finite), max(x for x, _ in finite))
+    left, right = min(x for x, _ in finite), max(x for x, _ in finite)
     if not right > left:
         left, right = left - 0.5, right + 0.5
     low, high = min(y for _, y in finite), max(y for _, y in finite)
-    if from_zero:
-        low = min(low, 0.0)
     if not high - low > SMALLEST:
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     else:
-        low, high = (
-            low - (0 if from_zero and not low else 0.04) * (high - low),
-            high + 0.04 * (high - low),
-        )
+        low, high = low - 0.04 * (high - low), high + 0.04 * (high - low)
     xs = [x for x in ticks(left, right, 6) if not whole or x == int(x)]
     # If all values are the same, there is only one to label.
-    ys = ticks(low, high, 5) if len({y for _, y in finite}) > 1 or from_zero else [finite[0][1]]
+    ys = ticks(low, high, 5) if len({y for _, y in finite}) > 1 else [finite[0][1]]
 
-    def place(x: float, y: float) -> tuple[str, str]:
-        across = (x - left) / (right - left) * WIDTH
-        return short(across), short((high - y) / (high - low) * HEIGHT)
+    def place(x: float, y: float) -> str:
+        across, down = (x - left) / (right - left), (high - y) / (high - low)
+        return f"{short(across * WIDTH)} {short(down * HEIGHT)}"
 
-    grid = "".join(f'<path class="grid" d="M0 {place(left, y)[1]}h{WIDTH}"/>' for y in ys)
+    grid = "".join(f'<path class="grid" d="M{place(left, y)}h{WIDTH}"/>' for y in ys)
     lines = "".join(_line(curve, place, x_name) for curve in shown)
     y_labels = "".join(
         f'<span style="bottom:{100 * (y - low) / (high - low):.2f}%">{_tick(y, ys)}</span>'
@@ -191,14 +172,11 @@ def chart(
     )
     x_labels = "".join(_x_label(x, (x - left) / (right - left), xs) for x in xs)
     named = "".join(
-        f'<span class="key"><i class="line {c.colour}{" dashed" if c.dashed else ""}"></i>'
-        f"{text(c.name, 60)}</span>"
-        for c in shown
+        f'<span class="key"><i class="line {c.look}"></i>{text(c.name, 60)}</span>' for c in shown
     )
     legend = f'<div class="legend">{named}</div>' if len(shown) > 1 else ""
-    unit = f' <span class="unit">{text(y_unit)}</span>' if y_unit else ""
     return (
-        f'<figure class="chart"><figcaption>{text(title, 80)}{unit}</figcaption>{legend}'
+        f'<figure class="chart"><figcaption>{text(title, 80)}</figcaption>{legend}'
         f'<div class="plot"><div class="y">{y_labels}</div><div class="area">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{text(title, 80)}">{grid}{lines}</svg></div>'
@@ -207,32 +185,24 @@ def chart(
 
 
 def _drawable(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [(x, y if abs(y) < LARGEST else math.nan) for x, y in points]
+    some = points[:: math.ceil(len(points) / POINTS) or 1]
+    return [(x, y if abs(y) < LARGEST else math.nan) for x, y in some]
 
 
-def _line(curve: Curve, place, x_name: str) -> str:  # type: ignore[no-untyped-def]
-    path, pen_down = [], False
+def _line(curve: Curve, place: Callable[[float, float], str], x_name: str) -> str:
+    path, dots, pen = [], [], "M"
     for x, y in curve.points:
         if not math.isfinite(y):
-            pen_down = False
+            pen = "M"
             continue
-        across, down = place(x, y)
-        path.append(f"{'L' if pen_down else 'M'}{across} {down}")
-        pen_down = True
-    dashed = " dashed" if curve.dashed else ""
-    drawn = f'<path class="curve {curve.colour}{dashed}" d="{"".join(path)}"/>'
-    if len(curve.points) > DOTS:
-        return drawn
-    dots = []
-    for x, y in curve.points:
-        if math.isfinite(y):
-            across, down = place(x, y)
-            says = text(f"{x_name} {number(x)}: {curve.name[:60]} {number(y, 4)}")
-            dots.append(
-                f'<path class="dot {curve.colour}" d="M{across} {down}h.01">'
-                f"<title>{says}</title></path>"
-            )
-    return drawn + "".join(dots)
+        path.append(f"{pen}{place(x, y)}")
+        says = text(f"{x_name} {number(x)}: {curve.name[:60]} {number(y, 4)}")
+        dots.append(
+            f'<path class="dot {curve.look}" d="M{place(x, y)}h.01"><title>{says}</title></path>'
+        )
+        pen = "L"
+    drawn = f'<path class="curve {curve.look}" d="{"".join(path)}"/>'
+    return drawn + ("".join(dots) if len(curve.points) <= DOTS else "")
 
 
 def axis(seconds: float) -> tuple[str, str]:
@@ -252,16 +222,9 @@ def _tick(value: float, all_of_them: Sequence[float]) -> str:
     """A tick's number, with enough digits to tell it from its neighbours."""
     if len(all_of_them) < 2:
         return number(value, 4)
-    step = abs(all_of_them[1] - all_of_them[0])
-    largest = max(map(abs, all_of_them))
-    if largest >= 1e5:
+    if max(map(abs, all_of_them)) >= 1e5:
         return count(value).replace(" ", "\u202f")
-    if largest < 1e-3:
-        return "0" if value == 0 else f"{value:.3g}".replace("e+0", "e").replace("e-0", "e−")
-    places = max(0, -math.floor(math.log10(step) + 1e-9))
-    if abs(step * 10**places - round(step * 10**places)) > 1e-6:
-        places += 1  # steps of 0.25
-    return f"{value:,.{places}f}".replace("-", "−")
+    return f"{value:,.10g}".replace("-", "−")
 
 
 def short(value: float) -> str:

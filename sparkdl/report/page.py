@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import os
 import re
-import uuid
 from datetime import datetime
-from pathlib import Path
 
 from pyarrow import fs
 
+from sparkdl.durable.local_files import LocalFiles
 from sparkdl.redaction import without_credentials
 from sparkdl.report.findings import findings
 from sparkdl.report.html import count, duration, number, octets, text
@@ -55,19 +54,10 @@ def save_report(recording: Recording, path: str | os.PathLike[str]) -> None:
         with files.open_output_stream(inside) as stream:
             stream.write(page)
         return
-    target = Path(where).expanduser().absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside, then renamed: whoever looks during a training sees one report or the next.
-    # Created under a new name, with the permissions that the umask leaves: to read the umask is to
-    # change it, for all other threads' files too.
-    aside = target.with_name(f".{target.name[:100]}-{uuid.uuid4().hex[:8]}")
-    try:
-        with open(aside, "xb") as file:
-            file.write(page)
-        os.replace(aside, target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    local, target = LocalFiles(), os.path.realpath(os.path.expanduser(where))
+    local.create_dir(os.path.dirname(target))
+    with local.open_output_stream(target) as file:
+        file.write(page)
 
 
 def render(recording: Recording) -> str:
@@ -82,11 +72,6 @@ def render(recording: Recording) -> str:
 
 def _page(recording: Recording, most_bins: int) -> str:
     title = f"{recording.setup.model or 'Model'}: training report"
-    clocks = (
-        f"Workers' clocks agree with the driver's to within {duration(recording.uncertainty_s)}. "
-        if recording.uncertainty_s
-        else ""
-    )
     parts = [
         _head(recording),
         _findings(recording),
@@ -105,7 +90,8 @@ def _page(recording: Recording, most_bins: int) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{text(title)}</title><style>{STYLE}</style></head><body><main>"
         f"{''.join(parts)}"
-        f"<footer>sparkdl {text(__version__)}. {clocks}What a worker does within one bin of the "
+        f"<footer>sparkdl {text(__version__)}. Workers' clocks agree with the driver's to "
+        f"within {duration(recording.uncertainty_s)}. What a worker does within one bin of the "
         "timeline is shown in the order of the legend, not in that in which it happened.</footer>"
         "</main></body></html>"
     )
@@ -117,17 +103,15 @@ def _head(recording: Recording) -> str:
     kind = "bad" if outcome == "failed" else "good"
     setup = recording.setup
     before = recording.epochs_before
-    resumed = (
-        f"<p class=soft>Epochs 1 to {before} were trained by an earlier fit, from whose "
-        "checkpoint this one resumed: times are for this one only.</p>"
-        if before
-        else ""
-    )
-    error = (
-        f'<div class="finding error">{text(without_credentials(recording.error), 2000)}</div>'
-        if recording.error
-        else ""
-    )
+    resumed = error = ""
+    if before:
+        resumed = (
+            f"<p class=soft>Epochs 1 to {before} were trained by an earlier fit, from whose "
+            "checkpoint this one resumed: times are for this one only.</p>"
+        )
+    if recording.error:
+        shown = text(without_credentials(recording.error), 2000)
+        error = f'<div class="finding error">{shown}</div>'
     return (
         f"<header><h1>{text(setup.model or 'Training')}</h1>"
         f'<p><span class="state {kind}">{text(outcome)}</span> '
@@ -165,100 +149,79 @@ def _tiles(recording: Recording) -> str:
         if last.validation_loss is not None:
             values.append((number(last.validation_loss, 4), "validation loss, last epoch"))
     if rounds and not setup.collective:
-        bytes_a_round = float(recording.sent.sum() + recording.received.sum()) / rounds
-        values += [
-            (number(rounds), "rounds"),
-            (duration(seconds / rounds), "a round, with its steps"),
-            (octets(bytes_a_round), "a round, through the driver"),
-        ]
+        moved = float(recording.sent.sum() + recording.received.sum())
+        values.append((number(rounds), f"rounds of {duration(seconds / rounds)}, with their steps"))
+        values.append((octets(moved / rounds), "a round, through the driver"))
     tiles = "".join(f'<div class="tile"><b>{a}</b><span>{b}</span></div>' for a, b in values)
     return f'<section class="tiles">{tiles}</section>'
 
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--card:#f7f8fa;--ink:#1a1d23;--soft:#5b6270;
---edge:#dfe3e8;--accent:#0072b2;--bad:#b3261e;--good:#00664b;
---read:#56b4e9;--decode:#0072b2;--compute:#009e73;--wait:#e69f00;--exchange:#cc79a7;--idle:#c3c8d0}
+--edge:#dfe3e8;--bad:#b3261e;--good:#00664b}
 @media (prefers-color-scheme:dark){:root{--paper:#14171c;--card:#1c2027;--ink:#e8eaee;
---soft:#a2aab8;--edge:#333a45;--accent:#56b4e9;--bad:#ff8a80;--good:#4fd1a5;
---read:#56b4e9;--decode:#3987c9;--compute:#1fb489;--wait:#e69f00;--exchange:#d58fb6;--idle:#4a515e}}
+--soft:#a2aab8;--edge:#333a45;--bad:#ff8a80;--good:#4fd1a5}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:28px 20px 48px}
+body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,Roboto,sans-serif;
+font-variant-numeric:tabular-nums}
+main{max-width:1120px;margin:0 auto;padding:28px 16px 48px}
 h1{font-size:1.6rem;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.1rem;margin:36px 0 12px}
 p{margin:.4em 0}
-.soft,.unit,figcaption .unit{color:var(--soft)}
-.state{font-weight:600}.state.good{color:var(--good)}.state.bad{color:var(--bad)}
-.finding{margin:20px 0;padding:14px 18px;background:var(--card);border-left:4px solid var(--accent);
-border-radius:4px}
-.finding b{font-size:1.06rem;font-weight:600}.finding p{margin:.35em 0 0}
-.finding ul{margin:.6em 0 0;padding-left:1.2em;color:var(--soft)}
+.soft,.x,.x-name,.y,.tile span,footer,th{color:var(--soft);font-weight:400}
+.state{font-weight:600}.good{color:var(--good)}.bad{color:var(--bad)}
+.finding{margin:20px 0;padding:14px 18px;background:var(--card);border-left:4px solid #0072b2}
+.finding b{font-weight:600}.finding ul{margin:.6em 0 0;padding-left:1.2em;color:var(--soft)}
 .error{border-left-color:var(--bad);white-space:pre-wrap;overflow-wrap:anywhere;
-font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+font:13px/1.45 monospace}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(128px,1fr));gap:10px}
 .tile{background:var(--card);border-radius:6px;padding:10px 14px}
-.tile b{display:block;font-size:1.2rem;font-weight:600;font-variant-numeric:tabular-nums;
-white-space:nowrap}
-.tile span{color:var(--soft);font-size:.82rem}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:.85rem;margin:6px 0 10px}
+.tile b{display:block;font-size:1.2rem;font-weight:600;white-space:nowrap}
+.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:6px 0 10px}
+.legend,.tile span,.lane .name,table,footer{font-size:.84rem}
 .key{display:inline-flex;align-items:center;gap:6px}
-.key i{width:12px;height:12px;border-radius:2px;display:inline-block;flex:none}
-.key i.line{height:0;width:20px;border-radius:0;border-top:2.5px solid}
-.key i.line.dashed{border-top-style:dashed}
-.c0{stroke:var(--decode);border-color:var(--decode)!important}
-.c1{stroke:var(--wait);border-color:var(--wait)!important}
-.c2{stroke:var(--compute);border-color:var(--compute)!important}
-.c3{stroke:var(--exchange);border-color:var(--exchange)!important}
+.key i{width:12px;height:12px;border-radius:2px;flex:none}
+.key i,.bar i{background:currentColor}
+.key i.line{height:0;width:20px;background:none;border-top:2.5px solid}
+.key i.dashed{border-top-style:dashed}
+.c0,.decode{color:#0072b2}.c1,.wait{color:#e69f00}.c2,.compute{color:#009e73}
+.c3,.exchange{color:#cc79a7}.read{color:#56b4e9}.idle{color:#9aa1ac}
 .bar{display:flex;height:26px;border-radius:4px;overflow:hidden}
-.bar i{display:block;min-width:0}
 .lanes{display:grid;grid-template-columns:fit-content(17rem) minmax(0,1fr);align-items:center;
 gap:4px 10px}
 .lane,.under{display:contents}
-.lane .name{min-width:0;font-size:.82rem;white-space:nowrap;overflow:hidden;text-overflow:ellipsis;
-text-align:right}
-.lane svg{display:block;width:100%;height:24px;background:var(--card);border-radius:3px}
+.lane .name{white-space:nowrap;overflow:hidden;text-overflow:ellipsis;text-align:right}
+.lane svg{display:block;width:100%;height:24px;background:var(--card)}
 .many .lane svg{height:13px}.many{row-gap:2px}.many .lane .name{font-size:.74rem}
-.x{position:relative;height:1.25rem;font-size:.78rem;color:var(--soft);
-font-variant-numeric:tabular-nums}
+.x{position:relative;height:1.25rem}
+.x,.x-name,.y{font-size:.78rem}
 .x span{position:absolute;transform:translateX(-50%);white-space:nowrap;top:3px}
 .x span.first{transform:none}.x span.last{transform:translateX(-100%)}
-.x-name{font-size:.78rem;color:var(--soft);text-align:center}
+.x-name{text-align:center}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));
 gap:30px 32px}
 .chart{margin:0;min-width:0}
-figcaption{font-weight:600;font-size:.95rem;overflow-wrap:anywhere}
-figcaption .unit{font-weight:400}
+figcaption{font-weight:600;overflow-wrap:anywhere}
 .plot{display:grid;grid-template-columns:58px 1fr;margin-top:8px}
-.y{position:relative;font-size:.78rem;color:var(--soft);font-variant-numeric:tabular-nums}
+.y{position:relative}
 .y span{position:absolute;right:8px;transform:translateY(50%);white-space:nowrap}
 .area{height:190px;border-left:1px solid var(--edge);border-bottom:1px solid var(--edge)}
 .area svg{display:block;width:100%;height:100%;overflow:visible}
 .plot .x,.plot .x-name{grid-column:2}
-path{vector-effect:non-scaling-stroke}
-.grid{stroke:var(--edge);fill:none;stroke-width:1}
-.curve{fill:none;stroke-width:2;stroke-linejoin:round}
-.curve.dashed{stroke-dasharray:6 4}
-.dot{fill:none;stroke-width:7;stroke-linecap:round}
-.lost{stroke:var(--bad);stroke-width:3;fill:none}
-.read{fill:var(--read);background:var(--read)}.decode{fill:var(--decode);background:var(--decode)}
-.compute{fill:var(--compute);background:var(--compute)}.wait{fill:var(--wait);background:var(--wait)}
-.exchange{fill:var(--exchange);background:var(--exchange)}.idle{fill:var(--idle);background:var(--idle)}
+path{vector-effect:non-scaling-stroke;fill:none}
+.lane path{fill:currentColor}.lane .lost{stroke:var(--bad);stroke-width:3}
+.grid{stroke:var(--edge)}
+.curve,.dot{stroke:currentColor;stroke-width:2}.curve.dashed{stroke-dasharray:6 4}
+.dot{stroke-width:7;stroke-linecap:round}
 .scroll{overflow-x:auto}
-table{border-collapse:collapse;font-size:.86rem;width:100%;font-variant-numeric:tabular-nums}
-th{color:var(--soft);font-weight:500;text-align:right;vertical-align:bottom}
+table{border-collapse:collapse;width:100%}
 td,th{padding:5px 10px;border-bottom:1px solid var(--edge);text-align:right;white-space:nowrap}
-td.text,th.text{text-align:left}
+.text{text-align:left}
 td.text{white-space:normal;overflow-wrap:anywhere;min-width:96px}
 td.host{white-space:nowrap}
 td.wide{white-space:pre-wrap;min-width:200px}
 summary{cursor:pointer;font-weight:600}
-footer{margin-top:40px;font-size:.82rem;color:var(--soft)}
-@media (max-width:640px){main{padding:18px 14px 36px}h1{font-size:1.35rem}
-.lanes{grid-template-columns:minmax(0,1fr);gap:2px}.under>:first-child{display:none}
-.lane .name{text-align:left}
-.lane svg,.many .lane svg{height:18px}
-.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}.tile b{font-size:1.08rem}}
-@media print{:root{color-scheme:light}.scroll{overflow:visible}}
+footer{margin-top:40px}
+@media (max-width:640px){.lanes{grid-template-columns:minmax(0,1fr)}
+.under>:first-child{display:none}.lane .name{text-align:left}}
 """

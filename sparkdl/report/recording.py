@@ -24,22 +24,19 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.phases import COMPUTE, DECODE, EXCHANGE, PHASES, WAIT
+from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.planner.traffic import Traffic
 from sparkdl.report.time_bins import TimeBins, array_of
 from sparkdl.untrusted import read
 
 LANES = 32
 """The most lanes for workers' time; if there are more workers, several share a lane."""
-AT_ONCE = 256
-"""How many windows are added up at once: one by one, each takes numpy four times as long."""
 WINDOWS = 4096
 """How many windows' times are kept, the last ones."""
 FAILURES = 100
 """How many failures are kept in full; all of them are counted."""
 BUSY = [DECODE, COMPUTE]
 """The phases that a worker spends by itself; the rest is the others' time, or the network's."""
-AGREEING = [WAIT, EXCHANGE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +115,9 @@ class Recording:
         sent: bytes to the driver, by rank.
         received: bytes from the driver, by rank.
         uncertainty_s: how far off workers' times may be, in seconds.
+        rows: trained on, by rank.
+        windows: rounds that each rank took part in.
+        trained: rows, loss sum, its divisor and windows by time.
         lanes: seconds by time, lane and phase.
         ranks_a_lane: how many workers share a lane.
         failures: the first of them.
@@ -146,6 +146,9 @@ class Recording:
         self.uncertainty_s = 0.0
         self.ranks_a_lane = math.ceil(world_size / LANES)
         self.lanes = TimeBins(math.ceil(world_size / self.ranks_a_lane), len(PHASES))
+        self.rows = np.zeros(world_size, dtype=np.int64)
+        self.windows = np.zeros(world_size, dtype=np.int64)
+        self.trained = TimeBins(4)
         # Rank, rows, and seconds of computing and decoding of the last windows; and those seconds
         # of windows that the driver has yet to be told of.
         self._window_times: deque[tuple[int, int, float]] = deque(maxlen=WINDOWS)
@@ -155,31 +158,8 @@ class Recording:
         self.launched_s: float | None = None
         self.outcome: str | None = None
         self.error: str | None = None
-        self._rows = np.zeros(world_size, dtype=np.int64)
-        self._windows = np.zeros(world_size, dtype=np.int64)
-        self._trained = TimeBins(5)
-        # Time, rank, examples, loss sum, divisor.
-        self._fresh: list[tuple[float, int, int, float, float]] = []
         self._began = time.monotonic()
         self._ended: float | None = None
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """Rows trained on, by rank."""
-        self._add_up()
-        return self._rows
-
-    @property
-    def windows(self) -> NDArray[np.int64]:
-        """Rounds that each rank took part in."""
-        self._add_up()
-        return self._windows
-
-    @property
-    def trained(self) -> TimeBins:
-        """Rows, loss sum, bytes and windows by time."""
-        self._add_up()
-        return self._trained
 
     @property
     def duration_s(self) -> float:
@@ -259,8 +239,6 @@ class Recording:
             "duration_s": self.duration_s,
             "lanes": self.lanes.as_json(),
             "trained": self.trained.as_json(),
-            "rows": self.rows.tolist(),
-            "windows": self.windows.tolist(),
             **{name: getattr(self, name) for name in _PLAIN},
             **{name: getattr(self, name).tolist() for name in _ARRAYS},
         }
@@ -290,9 +268,7 @@ class Recording:
             )
         lanes = recording.lanes.sums.shape[1:]
         recording.lanes = TimeBins.from_json(told["lanes"], *lanes)
-        recording._trained = TimeBins.from_json(told["trained"], 5)
-        recording._rows = array_of(told["rows"], (workers,), np.int64)
-        recording._windows = array_of(told["windows"], (workers,), np.int64)
+        recording.trained = TimeBins.from_json(told["trained"], 4)
         for rank, rows, busy in told["window_times"]:
             recording._window_times.append((range(workers)[rank], int(rows), float(busy)))
         for at, rank, why in told["failures"]:
@@ -323,7 +299,6 @@ class Recording:
         self.received[rank] += times.received
         self.uncertainty_s = max(self.uncertainty_s, times.uncertainty)
         self.lanes.add(began, ended, seconds, rank // self.ranks_a_lane)
-        self._trained.add(ended, ended, times.sent + times.received, 2)
 
     def note_loss_use(self, told: Mapping[str, str]) -> None:
         """Take note of how the loss is used, in words by name."""
@@ -335,22 +310,11 @@ class Recording:
         if busy > 0:
             self._window_times.append((event.rank, event.examples, busy))
         self._busy[event.rank] = 0.0
-        fresh = now, event.rank, event.examples, event.loss_sum, event.divisor
-        self._fresh.append(fresh)
-        if len(self._fresh) == AT_ONCE:
-            self._add_up()
-
-    def _add_up(self) -> None:
-        if not self._fresh:
-            return
-        fresh, self._fresh = self._fresh, []
-        times, ranks, examples, losses, divisors = map(np.asarray, zip(*fresh, strict=True))
-        np.add.at(self._rows, ranks, examples)
-        np.add.at(self._windows, ranks, 1)
-        finite = np.isfinite(losses)
-        count = len(times)
-        values = np.stack([examples, losses, np.zeros(count), np.ones(count), divisors], axis=1)
-        self._trained.add_moments(times[finite], values[finite])
+        self.rows[event.rank] += event.examples
+        self.windows[event.rank] += 1
+        if math.isfinite(event.loss_sum):
+            values = np.array([event.examples, event.loss_sum, event.divisor, 1.0])
+            self.trained.add(now, now, values)
 
     def _note_failure(self, rank: int | None, why: str) -> None:
         self.num_failures += 1
@@ -376,5 +340,7 @@ _ARRAYS: dict[str, DTypeLike] = {
     "before_training": np.float64,
     "sent": np.int64,
     "received": np.int64,
+    "rows": np.int64,
+    "windows": np.int64,
 }
 """Attributes whose shapes the number of workers gives."""

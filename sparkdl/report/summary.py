@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkdl.events import EpochSummary
 from sparkdl.phases import PHASES
@@ -16,7 +15,6 @@ from sparkdl.report.recording import Recording
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sparkdl.planner.links import Link
     from sparkdl.planner.plan import Plan
     from sparkdl.planner.profile import Profile
 
@@ -112,16 +110,6 @@ class TrainingSummary:
         return self.recording.setup.parameters
 
     @property
-    def trained_parameters(self) -> int:
-        """Numbers in the model that are trained."""
-        return self.recording.setup.trained
-
-    @property
-    def loss_use(self) -> Mapping[str, str]:
-        """What the loss divides by, in words."""
-        return self.recording.setup.loss_use
-
-    @property
     def model_bytes(self) -> int:
         """Bytes of the model's parameters and buffers."""
         return self.recording.setup.model_bytes
@@ -144,15 +132,7 @@ class TrainingSummary:
 
         return Profile.of(self.recording)
 
-    def plan(
-        self,
-        *others: TrainingSummary | Profile,
-        link: str | float | Link | None = None,
-        measured_on: str | float | Link | None = None,
-        workers: Sequence[int] = (1, 2, 4, 8, 16),
-        rows: int | None = None,
-        batch_size: int | None = None,
-    ) -> Plan:
+    def plan(self, *others: TrainingSummary | Profile, **options: Any) -> Plan:
         """Predict epochs with other numbers of workers, periods and links, from this fit alone.
 
         Nothing is run. With the summary of a second fit on another number of workers, what rounds
@@ -160,13 +140,8 @@ class TrainingSummary:
 
         Args:
             *others: of other fits of the same model and strategy.
-            link: what connects the hosts to plan for: ``"1 Gbit/s"``, ``"100 Mbit/s, 1 ms"``, or
-                bytes a second. None for the network on which the fits ran.
-            measured_on: that network's links, to be given with ``link`` unless they were much
-                faster.
-            workers: the numbers of workers to plan for.
-            rows: rows of an epoch, if the fits had a sample; None for theirs.
-            batch_size: rows per minibatch of each worker; None for this fit's.
+            **options: ``link``, ``measured_on``, ``workers``, ``rows`` and ``batch_size``, as of
+                :class:`sparkdl.planner.plan.Plan`.
 
         Raises:
             ConfigError: a fit has no epoch, another model or strategy, a strategy without a formula
@@ -174,14 +149,8 @@ class TrainingSummary:
         """
         from sparkdl.planner.plan import Plan
 
-        return Plan(
-            [self.profile, *(x.profile if isinstance(x, TrainingSummary) else x for x in others)],
-            link=link,
-            measured_on=measured_on,
-            workers=workers,
-            rows=rows,
-            batch_size=batch_size,
-        )
+        profiles = (x.profile if isinstance(x, TrainingSummary) else x for x in (self, *others))
+        return Plan([*profiles], **options)
 
     def save_report(self, path: str | os.PathLike[str]) -> None:
         """Write all of this as one HTML page, which can be read without a network.

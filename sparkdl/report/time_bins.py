@@ -60,16 +60,13 @@ class TimeBins:
         shares = np.diff(edges) / (ended - began)
         sums[first : last + 1] += np.multiply.outer(shares, values)
 
-    def add_moments(self, times: NDArray[np.float64], values: NDArray[np.float64]) -> None:
-        """Add values, each at a moment of its own.
-
-        Args:
-            times: shape (n,), seconds from the beginning, >= 0.
-            values: shape (n, *shape), what is added at each of them.
-        """
-        if len(times):
-            self._reach(float(times.max()))
-            np.add.at(self.sums, (times / self.width_s).astype(np.intp), values)
+    def merged(self, most: float) -> tuple[NDArray[np.float64], float]:
+        """Return the sums of at most so many stretches of time, and the seconds of each."""
+        together = 1
+        while together < BINS and self.used > most * together:
+            together *= 2
+        sums = self.sums.reshape(-1, together, *self.sums.shape[1:]).sum(axis=1)
+        return sums[: math.ceil(self.used / together)], self.width_s * together
 
     def _reach(self, ended: float) -> None:
         # The end itself belongs to the bin that begins there: into the last one of now, it would

@@ -86,8 +86,6 @@ def test_a_page_has_every_part(play: Play) -> None:
         "Loss and metrics",
         "validation",
         "Rows a second",
-        "A worker's round",
-        "Through the driver",
         "Failures: 1",
         "its host was taken away",
         "rank 1 on host-1",

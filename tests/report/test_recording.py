@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from every_row import every
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, Played, busy_world
 
@@ -42,20 +42,6 @@ def test_bins_hold_what_was_added_however_wide_they_become(
     assert bins.sums.shape == (BINS, 4)
     assert bins.used * bins.width_s >= bins.ended
     assert not bins.sums[bins.used + 1 :].any()
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(-100, 100)), max_size=40))
-@example([(4.0, 1.0), (5.0, 0.0)])  # 4 s is where the first bins end, and 5 s widens them
-def test_moments_added_at_once_lie_where_they_lie_one_by_one(
-    moments: list[tuple[float, float]],
-) -> None:
-    at_once, one_by_one = TimeBins(2), TimeBins(2)
-    times, values = np.array([*moments, (3.0, 5.0)]).T
-    at_once.add_moments(times, np.stack([values, -values], axis=1))
-    for now, value in zip(times, values, strict=True):
-        one_by_one.add(now, now, np.array([value, -value]))
-    np.testing.assert_allclose(at_once.sums, one_by_one.sums, rtol=1e-9, atol=1e-9)
-    assert (at_once.ended, at_once.width_s) == (one_by_one.ended, one_by_one.width_s)
 
 
 def test_values_lie_where_their_time_was() -> None:

@@ -92,7 +92,7 @@ def test_a_run_tells_who_was_waited_for(tmp_path: Path, pass_time: Callable[[flo
     assert summary.model_bytes == model_bytes
     assert recorded.sent.tolist() == [6 * model_bytes] * 3
     assert recorded.received.tolist() == [7 * model_bytes] * 3  # the first center too
-    assert summary.parameters == summary.trained_parameters == model_bytes // 8
+    assert summary.parameters == recorded.setup.trained == model_bytes // 8
     assert summary.history["loss"].tolist() == [epoch.loss for epoch in outcome.history]
     workers = summary.workers
     assert workers["examples"].tolist() == [120] * 3
