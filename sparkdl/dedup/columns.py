@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
@@ -25,21 +23,8 @@ _PLAIN = (
 """Types, beside strings, whose values Spark compares and groups as Arrow does."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The types of the columns of one DataFrame.
-
-    Attributes:
-        first: of the column ``keep``.
-        group: of ``within``; None without one.
-    """
-
-    first: T.DataType
-    group: T.DataType | None
-
-
-def require_columns(params: DedupParams, frame: DataFrame) -> Columns:
-    """Check the columns that Params name.
+def require_columns(params: DedupParams, frame: DataFrame) -> tuple[T.DataType, T.DataType | None]:
+    """Check the columns that Params name; returns the types of ``keep`` and ``within``.
 
     Raises:
         DataError: one is missing, occurs twice, or has a type that does not do.
@@ -68,7 +53,7 @@ def require_columns(params: DedupParams, frame: DataFrame) -> Columns:
             "marked with. Rename it"
         )
     first = _comparable(frame, params.getKeep(), "keep")
-    return Columns(first, None if within is None else _comparable(frame, within, "within"))
+    return first, None if within is None else _comparable(frame, within, "within")
 
 
 def _comparable(frame: DataFrame, name: str, param: str) -> T.DataType:

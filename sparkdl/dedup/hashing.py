@@ -36,8 +36,6 @@ PIECE = 4
 """Characters of a piece: one of a text, with the three behind it."""
 _AT_A_TIME = 1 << 16
 """Pieces whose bits are counted together; 64 bytes each."""
-_SPREAD = np.unpackbits(np.arange(256, dtype=np.uint8)).view(np.uint64)
-"""Each byte's bits as bytes, the most significant first."""
 
 
 def not_utf8(texts: pa.Array) -> dict[int, str]:
@@ -81,29 +79,11 @@ def simhash(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     ones = np.zeros((len(texts), 64), dtype=np.int64)
     for start in range(0, len(places), _AT_A_TIME):
         part = slice(start, start + _AT_A_TIME)
-        found, counts = _ones(_pieces(characters, places[part]), rows[part])
-        ones[found] += counts
+        octets = _pieces(characters, places[part]).astype(">u8").view(np.uint8).reshape(-1, 8)
+        starts = np.flatnonzero(np.diff(rows[part], prepend=-1))
+        bits = np.unpackbits(octets, axis=1)
+        ones[rows[part][starts]] += np.add.reduceat(bits, starts, axis=0, dtype=np.int64)
     return as_words(2 * ones > lengths[:, None]), lengths > 0
-
-
-def _ones(pieces: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many pieces of each row have each bit.
-
-    Args:
-        pieces: uint64, shape (n,).
-        rows: the row of each piece, ascending, shape (n,).
-
-    Returns:
-        The rows, shape (m,), and the counts, most significant bit first, shape (m, 64), int64.
-    """
-    octets = pieces.astype(">u8").view(np.uint8).reshape(-1, 8)
-    # Eight bits become eight bytes, in which up to 255 pieces are counted at once.
-    starts = np.flatnonzero(np.diff(rows, prepend=-1))
-    within = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
-    runs = np.flatnonzero(within % 255 == 0)
-    counts = np.add.reduceat(_SPREAD[octets], runs, axis=0).view(np.uint8).astype(np.int64)
-    of_rows = np.flatnonzero(np.diff(rows[runs], prepend=-1))
-    return rows[starts], np.add.reduceat(counts, of_rows, axis=0)
 
 
 def _pieces(characters: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -122,12 +102,7 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     return found
 
 
-IMAGE_HASHES = {
-    "dhash": "dhash",
-    "ahash": "average_hash",
-    "phash": "phash",
-    "whash": "whash",
-}
+IMAGE_HASHES = {"dhash": "dhash", "ahash": "average_hash", "phash": "phash", "whash": "whash"}
 """By what ``imagehash`` calls each."""
 _GROUNDS = np.array([255, 0, 128])
 """Greys that transparent images are laid on; of those with equal contrast, the first."""
@@ -167,17 +142,6 @@ def _ground(image: Any) -> int:
     shades = np.array(image.convert("L").histogram(image.getchannel("A")))
     distances = np.abs(_GROUNDS[:, None] - np.arange(256)).clip(max=_CONTRAST)
     return int(_GROUNDS[(distances @ shades).argmax()])
-
-
-def hashed(image: Any, kind: str) -> np.ndarray:
-    """The bits of an image's hash, shape (64,), the most significant first.
-
-    Args:
-        image: Pillow's, of mode ``L``.
-        kind: one of ``IMAGE_HASHES``.
-    """
-    bits: np.ndarray = getattr(imagehash(), IMAGE_HASHES[kind])(image).hash
-    return bits.reshape(64)
 
 
 def imagehash() -> Any:
@@ -226,14 +190,8 @@ def hashes(frame: DataFrame, kind: str, value: str, group: str | None, first: st
         quoted(value).alias("value"),
     )
     if kind == "given":
-        word, no_fault = F.col("value").cast("long"), F.lit(None).cast("string")
-        return rows.select(
-            "first",
-            "group",
-            word.alias("word"),
-            no_fault.alias("fault"),
-            F.lit(False).alias("blank"),
-        )
+        fields = ("cast(value as long) as word", "cast(null as string) as fault", "false as blank")
+        return rows.selectExpr("first", "group", *fields)
     schema = T.StructType(rows.schema.fields[:2])
     schema = schema.add("word", "long").add("fault", "string").add("blank", "boolean")
     return rows.mapInArrow(partial(hash_batches, kind), schema)
@@ -265,7 +223,7 @@ def hash_rows(kind: str, rows: pa.Array) -> tuple[pa.Array, pa.Array, pa.Array]:
             if image is None or isinstance(image, str):
                 faults[index] = image
             else:
-                bits.append(hashed(image, kind))
+                bits.append(getattr(imagehash(), IMAGE_HASHES[kind])(image).hash.reshape(64))
                 known[index], (least, most) = True, image.getextrema()
                 blank[index] = least == most
         if bits:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
@@ -14,11 +15,12 @@ from pyspark.sql import functions as F
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
+from sparkdl.checkpoint.module_files import read_json_object
 from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
 from sparkdl.dedup.hashing import hashes, persisted
 from sparkdl.dedup.pairs import Keys, near
 from sparkdl.dedup.params import DedupParams
-from sparkdl.dedup.persistence import COLUMNS, ModelReader, ModelWriter
+from sparkdl.dedup.persistence import COLUMNS, FOUND, HASHES, ModelWriter, StageReader
 from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.catalyst.versions import frame_of
@@ -94,19 +96,21 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         return ModelWriter(self)
 
     @classmethod
-    def read(cls) -> ModelReader:
-        """A reader; see ``load``."""
-        return ModelReader(_made)
+    def read(cls) -> StageReader:
+        """A reader, which ``load`` uses; it raises ConfigError for what is damaged."""
+        return StageReader(cls._saved)
 
     @classmethod
-    def load(cls, path: str) -> Self:
-        """Load a saved model.
-
-        Raises:
-            ConfigError: there is none, or it is damaged.
-        """
-        model: Self = cls.read().load(path)
-        return model
+    def _saved(cls, directory: Path) -> Self:
+        saved = read_json_object(directory / FOUND)
+        try:
+            keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
+            words = pq.read_table(directory / HASHES)
+            if words.column_names != COLUMNS:
+                raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
+            return cls(words, keys, Found(**saved["found"]))
+        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
+            raise ConfigError(f"the model in {directory} is damaged: {error}") from error
 
     def kept(self) -> DataFrame:
         """The different hashes that stay: columns ``group``, ``word``, ``first`` and ``rows``."""
@@ -131,12 +135,8 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
             raise DataError(
                 "the DataFrame is a stream. Transform the batches that foreachBatch hands out"
             )
-        columns, keep = require_columns(self, dataset), self.getKeep()
-        kept = self.kept()
-        for param, kind, name in (
-            ("keep", columns.first, "first"),
-            ("within", columns.group, "group"),
-        ):
+        keep, kept, types = self.getKeep(), self.kept(), require_columns(self, dataset)
+        for param, name, kind in zip(("keep", "within"), ("first", "group"), types, strict=True):
             known = kept.schema[name].dataType
             if kind is not None and kind != known:
                 raise DataError(
@@ -250,14 +250,9 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
                     f"the DataFrame already has a column '{name}'. Drop or rename it, or set "
                     "mode='filter'"
                 )
-        if marked:
-            return self._joined(dataset, found, "left").drop(_ROW)
-        return self._joined(dataset, found, "left_anti")
-
-    def _joined(self, dataset: DataFrame, found: DataFrame, how: str) -> DataFrame:
-        """A table with what was found of its rows, whose ``keep`` is in the column ``_ROW``."""
-        keep = self.getKeep()
-        return dataset.join(found.withColumnRenamed(keep, _ROW), quoted(keep) == F.col(_ROW), how)
+        found = found.withColumnRenamed(self.getKeep(), _ROW)
+        same = quoted(self.getKeep()) == F.col(_ROW)
+        return dataset.join(found, same, "left" if marked else "left_anti").drop(_ROW)
 
     def _require_fitted(self) -> None:
         """Raise ConfigError if the model was fitted otherwise than its Params say."""
@@ -304,9 +299,3 @@ def _of_same_ids(nearest: DataFrame, keep: str) -> DataFrame:
     same = (F.col("nearest.distance") > 0) | F.col("nearest.first").eqNullSafe(F.col("least"))
     checked = F.when(same, F.col("nearest.distance")).otherwise(F.raise_error(said).cast("int"))
     return nearest.withColumn("nearest", F.struct(checked.alias("distance"), "nearest.first"))
-
-
-def _made(words: pa.Table, keys: Keys, found: dict[str, Any]) -> NearDuplicatesModel:
-    if words.column_names != COLUMNS:
-        raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
-    return NearDuplicatesModel(words, keys, Found(**found))

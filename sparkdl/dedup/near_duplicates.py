@@ -11,7 +11,6 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from typing_extensions import Self
 
 from sparkdl.arguments import counted
 from sparkdl.dedup.columns import require_columns
@@ -19,7 +18,7 @@ from sparkdl.dedup.hashing import hashes, imagehash, persisted
 from sparkdl.dedup.model import Found, NearDuplicatesModel
 from sparkdl.dedup.pairs import Keys, decided, keys_for
 from sparkdl.dedup.params import DedupParams
-from sparkdl.dedup.persistence import PlainReader, PlainWriter
+from sparkdl.dedup.persistence import PlainWriter, StageReader
 from sparkdl.encodings.images import pillow
 from sparkdl.errors import DataError
 from sparkdl.estimator.params.declaration import constructor
@@ -59,19 +58,9 @@ class NearDuplicates(
         return PlainWriter(self)
 
     @classmethod
-    def read(cls) -> PlainReader:
-        """A reader; see ``load``."""
-        return PlainReader(cls)
-
-    @classmethod
-    def load(cls, path: str) -> Self:
-        """Load a saved estimator.
-
-        Raises:
-            ConfigError: there is none, or it is damaged.
-        """
-        estimator: Self = cls.read().load(path)
-        return estimator
+    def read(cls) -> StageReader:
+        """A reader, which ``load`` uses; it raises ConfigError for what is damaged."""
+        return StageReader(lambda _: cls())
 
     @jvm_named()
     def _fit(self, dataset: DataFrame) -> NearDuplicatesModel:
@@ -91,20 +80,16 @@ class NearDuplicates(
             )
             with persisted(rows, words):
                 counts = self._counted(rows)
-                different = words.count()
-                threshold = self.getThreshold()
-                keys = _keys(words, different, threshold)
-                model = NearDuplicatesModel(
-                    decided(words, keys, threshold).persist(),
-                    keys,
-                    Found(
-                        threshold=threshold,
-                        hash=kind,
-                        grouped=self.getWithin() is not None,
-                        different=different,
-                        **counts,
-                    ),
+                found = Found(
+                    threshold=self.getThreshold(),
+                    hash=kind,
+                    grouped=self.getWithin() is not None,
+                    different=words.count(),
+                    **counts,
                 )
+                keys = _keys(words, found.different, found.threshold)
+                near = decided(words, keys, found.threshold)
+                model = NearDuplicatesModel(near.persist(), keys, found)
                 try:
                     model.words.count()  # computed now, while the hashes are there
                 except BaseException:

@@ -8,17 +8,14 @@ hashes.parquet        the different hashes, and which thresholds drop each; only
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.ml.util import MLReader
 
-from sparkdl.checkpoint.module_files import read_json_object
-from sparkdl.dedup.pairs import Keys
-from sparkdl.errors import ConfigError
 from sparkdl.estimator.persistence import DirectoryWriter, read_metadata, restore_params
 from sparkdl.spark.catalyst.versions import table_of
 from sparkdl.spark.storage.files import fetch
@@ -44,23 +41,10 @@ class ModelWriter(DirectoryWriter):
         pq.write_table(table_of(model.words.select(*COLUMNS)), directory / HASHES)
 
 
-class PlainReader(MLReader[Any]):
-    """Reads the estimator."""
+class StageReader(MLReader[Any]):
+    """Reads a stage, which ``make`` builds of its directory, without its Params."""
 
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self._kind = kind
-
-    def load(self, path: str) -> Any:
-        """Load from a path on any file system that Spark knows."""
-        with fetch(path) as directory:
-            return restore_params(self._kind(), read_metadata(directory))
-
-
-class ModelReader(MLReader[Any]):
-    """Reads the model; ``make`` builds it of the hashes, the keys and what a fit found."""
-
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Callable[[Path], Any]) -> None:
         super().__init__()
         self._make = make
 
@@ -68,11 +52,4 @@ class ModelReader(MLReader[Any]):
         """Load from a path on any file system that Spark knows."""
         with fetch(path) as directory:
             metadata = read_metadata(directory)
-            saved = read_json_object(directory / FOUND)
-            try:
-                keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
-                table = pq.read_table(directory / HASHES)
-                model = self._make(table, keys, saved["found"])
-            except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
-                raise ConfigError(f"the model in {path} is damaged: {error}") from error
-            return restore_params(model, metadata)
+            return restore_params(self._make(directory), metadata)

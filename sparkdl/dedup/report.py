@@ -18,7 +18,7 @@ from pyspark.sql import types as T
 from sparkdl.dedup.hashing import IMAGE_HASHES, grey_images
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.durable.publishing import put_file
-from sparkdl.report.html import text
+from sparkdl.report.html import table, text
 from sparkdl.report.page import POLICY
 from sparkdl.spark.rows.columns import quoted
 
@@ -71,7 +71,7 @@ class DuplicateReport:
         if len(self.conflicts):
             title = f"{self.num_conflicts:,} near pairs with different labels"
             parts += [f"<h4>{title}</h4>", _table(self.conflicts, self.values)]
-        return "".join(parts)
+        return f'<div class="near">{"".join(parts)}</div>'
 
     def __repr__(self) -> str:
         return f"{self.summary}\n{self.kept.to_string(index=False)}"
@@ -80,21 +80,17 @@ class DuplicateReport:
         return self.to_html()
 
 
-def _table(table: pd.DataFrame, values: dict[Any, bytes | str]) -> str:
-    head = "".join(f"<th>{text(name)}</th>" for name in table.columns)
-    rows = ("".join(_cell(n, v, values) for n, v in row.items()) for _, row in table.iterrows())
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<table class="near"><tr>{head}</tr>{body}</table>'
+def _table(rows: pd.DataFrame, values: dict[Any, bytes | str]) -> str:
+    cells = ([_cell(n, v, values) for n, v in row.items()] for _, row in rows.iterrows())
+    return table(dict.fromkeys(rows.columns, ""), cells)
 
 
 def _cell(name: Any, value: Any, values: dict[Any, bytes | str]) -> str:
     shown = text(f"{value:.4f}" if name == "share" else value)
     known = values.get(_plain(value)) if name in ("row", "duplicate_of", "other") else None
     if isinstance(known, bytes):
-        shown += f'<br><img src="data:image/png;base64,{base64.b64encode(known).decode()}">'
-    elif known is not None:
-        shown += f"<br>{text(known)}"
-    return f"<td>{shown}</td>"
+        return f'{shown}<br><img src="data:image/png;base64,{base64.b64encode(known).decode()}">'
+    return shown if known is None else f"{shown}<br>{text(known)}"
 
 
 def examples(duplicates: DataFrame, keep: str) -> pd.DataFrame:
