@@ -180,15 +180,3 @@ class Deadly(UNet):
         if os.path.getsize(passes) == random.Random(task).randrange(2, MOST_PATCHES):
             open(f"{self.folder}/killed-{task}", "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Thin(nn.Module):
-    """One layer, which costs little."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Conv3d(1, 2, 1)
-
-    def forward(self, patch: Tensor) -> Tensor:
-        outputs: Tensor = self.layer(patch)
-        return outputs

@@ -5,16 +5,12 @@ The volume has 640 x 160 x 160 voxels (uint8, Zarr), patches 16 x 64 x 64 that o
 patches' margin, takes it patch by patch through the same network, blends in one float32 buffer and
 writes it with tensorstore. Sessions and processes are warm: each has predicted a small volume
 before. The second claim is the same call with a network that kills its process in a fifth of the
-tasks, once each, at random points; the third, the peak memory of the executors' Python processes
-for a volume of 2 GiB (float32), with a network of one layer and with the U-Net, whose intermediate
-results take more than its output.
+tasks, once each, at random points.
 """
 
 import itertools
 import multiprocessing
-import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +21,7 @@ import harness
 import numpy as np
 import tensorstore
 import torch
-from networks import Deadly, Thin, UNet
+from networks import Deadly, UNet
 from torch import nn
 
 WORKERS = 2
@@ -37,16 +33,9 @@ CONF = {
 }
 PATCH, OVERLAP = (16, 64, 64), (4, 16, 16)
 SHAPE, SMALL = (640, 160, 160), (32, 64, 64)
-LARGE = (512, 1024, 1024)
-"""Of float32 numbers: 2 GiB."""
-LARGE_PATCH, LARGE_OVERLAP = (32, 128, 128), (8, 32, 32)
-BUDGET = 1 << 30
-"""What a worker may take, in bytes."""
-NETWORKS = {"one layer": Thin, "U-Net": UNet}
 AT_ONCE = 4
 """Patches that the bare loop gives the network, as many as ours: one by one takes it longer."""
 DEADLINE_S = 3000.0
-"""The U-Net over 2 GiB takes a quarter of an hour on two cores."""
 KILLED = 0.2
 OURS, DYING, BARE = "sparkdl", "sparkdl, a fifth of the tasks killed", "bare loop"
 
@@ -54,9 +43,6 @@ OURS, DYING, BARE = "sparkdl", "sparkdl, a fifth of the tasks killed", "bare loo
 def main() -> None:
     """Measures and reports, or is one of the measurements."""
     options = harness.parser(__doc__)
-    options.add_argument(
-        "--case", choices=["speed", "memory"], action="append", help="by default both"
-    )
     chosen = harness.parse(options, repeats=3, child=lambda way, folder: WAYS[way](Path(folder)))
     claims: list[harness.Claim] = []
     found: dict[str, Any] = {}
@@ -87,20 +73,6 @@ def main() -> None:
                 ),
             ]
             found |= {"shape": shape, "runs": runs}
-        if "memory" in (chosen.case or ["memory"]):
-            shape = (LARGE[0] // 8, *LARGE[1:]) if chosen.quick else LARGE
-            write(folder / "large", shape, "float32")
-            peaks = {name: in_a_process(f"memory, {name}", folder) for name in NETWORKS}
-            found["memory"] = peaks
-            claims += [
-                harness.claim(
-                    f"peak memory of a Python process / its budget, 2 GiB, {name}",
-                    peak["peak_bytes"],
-                    BUDGET,
-                    target=1.0,
-                )
-                for name, peak in peaks.items()
-            ]
     harness.report("volumes", claims, found)
 
 
@@ -162,63 +134,6 @@ def dying(folder: Path) -> dict[str, Any]:
     tokens.mkdir()
     result = transformed(folder, Deadly(str(tokens), KILLED))
     return result | {"killed": len(list(tokens.glob("killed-*")))}
-
-
-def memory(network: Callable[[], nn.Module], folder: Path) -> dict[str, Any]:
-    """Predicts the large volume, and returns the most memory that a Python process took."""
-    from sparkdl import TorchModel, create_session
-
-    limit = {"spark.executor.memoryOverhead": str(BUDGET >> 20)}
-    create_session("volumes", master=MASTER, conf={**CONF, **limit})
-    model = TorchModel.from_module(network(), torch.zeros(1, 1, *LARGE_PATCH))
-    peaks: dict[int, int] = {}
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.25):
-            for process in processes("pyspark.daemon"):
-                peaks[process] = max(peaks.get(process, 0), peak_bytes(process))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    began = time.perf_counter()
-    done = model.transform_volume(
-        folder / "large",
-        folder / "large.out",
-        patch=LARGE_PATCH,
-        overlap=LARGE_OVERLAP,
-        progress=False,
-    )
-    seconds = time.perf_counter() - began
-    over.set()
-    watcher.join()
-    return {
-        "peak_bytes": max(peaks.values()),
-        "chunks": done.chunks,
-        "chunk": done.chunk,
-        "seconds": seconds,
-    }
-
-
-def processes(named: str) -> list[int]:
-    """Returns the processes of this session whose command line has a word."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            mine = entry.name.isdigit() and os.getsid(int(entry.name)) == os.getsid(0)
-            if mine and named in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-        except OSError:  # it ended in between
-            continue
-    return found
-
-
-def peak_bytes(process: int) -> int:
-    """Returns the most memory that a process has had; 0 once it has ended."""
-    try:
-        return harness.status_bytes("VmHWM", process)
-    except (OSError, RuntimeError):
-        return 0
 
 
 def bare(folder: Path) -> dict[str, Any]:
@@ -298,7 +213,6 @@ WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
     OURS: lambda folder: transformed(folder, UNet()),
     DYING: dying,
     BARE: bare,
-    **{f"memory, {name}": partial(memory, network) for name, network in NETWORKS.items()},
 }
 
 if __name__ == "__main__":

@@ -154,9 +154,9 @@ class TorchModel(FittedModel, ChosenOutputs):
             crop: what to leave out on each side of a patch's output, where the module sees too
                 little; at the array's edges it is given a mirror image. By default what the module
                 leaves out itself.
-            chunk: what a task computes, in multiples of the output's blocks. "auto" takes what a
-                task's memory allows (``spark.executor.pyspark.memory``, or
-                ``spark.executor.memoryOverhead``, or about 1 GiB and what the module takes).
+            chunk: what a task computes, in multiples of the output's blocks. "auto" takes a few
+                patches across, and along the first axis as many as leave four chunks for each
+                slot. A task's memory grows with a chunk's extent across the first axis.
             reduce: "argmax" to write the index of the largest channel in place of the channels.
             skip: "zeros" to take 0 as the output of a patch that holds only zeros; None to have the
                 module compute that too.
@@ -177,10 +177,8 @@ class TorchModel(FittedModel, ChosenOutputs):
         Source: Wu et al. 2021, "Chunkflow", Nature Methods.
         """
         from sparkdl.volumes.network import PatchModel
-        from sparkdl.volumes.options import VolumeOptions
         from sparkdl.volumes.run import transform_volume
 
-        options = VolumeOptions.of(patch, overlap, crop, chunk, reduce, skip)
         spark = require_session()
         if len(self._features) != 1:
             raise ConfigError(
@@ -196,5 +194,16 @@ class TorchModel(FittedModel, ChosenOutputs):
         predictor = self._predictor((), names, spark)
         model = PatchModel(predictor, self._features[0], key)
         return transform_volume(
-            spark, self.module, model, source, target, options, progress=progress
+            spark,
+            self.module,
+            model,
+            source,
+            target,
+            patch=patch,
+            overlap=overlap,
+            crop=crop,
+            chunk=chunk,
+            reduce=reduce,
+            skip=skip,
+            progress=progress,
         )

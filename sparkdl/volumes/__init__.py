@@ -1,14 +1,12 @@
 """Predictions for volumes that no memory holds, in chunks, each one Spark task (Chunkflow).
 
-grid.py     where patches, blocks and chunks lie; how large a chunk may be. Arithmetic
+grid.py     where patches, blocks and chunks lie. Arithmetic
 blend.py    the weights of overlapping patches, and their sum, which moves along an axis
 chunk.py    one chunk, from the store through the network to the store
 places.py   where an array is, and waiting for its store
 numbers.py  numbers where they change their type
 store.py    the arrays, by tensorstore
-records.py  what an output is the output of, and which of its chunks are done
-leases.py   one call at a time writes an output
-options.py  the arguments
+records.py  what an output is the output of, which of its chunks are done, and who writes it
 network.py  the model as a network of patches, and its trial in the driver
 task.py     what a Spark task does
 run.py      what is checked first, the Spark job, the bar; the only one that knows pyspark

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparkdl.errors import ModelError
 from sparkdl.volumes.blend import MovingSum, weights_within
-from sparkdl.volumes.grid import Bounds, Patches, Sizes, summed_rows, written_rows
+from sparkdl.volumes.grid import Bounds, Patches, Sizes
 
 Network = Callable[[np.ndarray], Tensor]
 """From patches, shape (n, channels, *patch), to shape (n, outputs, *kept), float32."""
@@ -77,9 +77,10 @@ def predict_chunk(
     patches, upper = recipe.patches, bounds[0][1]
     numbers, layers = _layers(patches, bounds)
     weights = [weights_within(patches, axis, each, device) for axis, each in enumerate(bounds)]
-    rows = summed_rows(patches, recipe.blocks, upper - bounds[0][0])
-    sums = MovingSum(recipe.outputs, bounds, rows, device)
-    rows = written_rows(patches, recipe.blocks)
+    block = recipe.blocks[0]
+    summed = min(upper - bounds[0][0], patches.kept[0] + block)
+    sums = MovingSum(recipe.outputs, bounds, summed, device)
+    rows = -(-patches.stride[0] // block) * block  # are written at a time
     computed = 0
     written: Future[None] | None = None
     with ThreadPoolExecutor(2) as pool:  # one reads, one writes
@@ -96,7 +97,7 @@ def predict_chunk(
             ready = upper
             if following is not None:
                 start_of_next = patches.starts[0][following[0][0]]
-                ready = start_of_next - start_of_next % recipe.blocks[0]
+                ready = start_of_next - start_of_next % block
             while sums.first < ready:
                 if written is not None:
                     written.result()  # before the next rows take as much memory

@@ -2,17 +2,16 @@
 
 The patches are laid over the whole array, whatever the chunks: a chunk computes every patch that
 reaches into it. So what is predicted does not depend on the chunks, and patches that reach into two
-are computed twice; ``chosen_chunk`` weighs that.
+are computed twice.
 
 Sizes and positions are in voxels, by axis, the slowest axis first: (z, y, x) or (y, x).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,10 +23,10 @@ Bounds = tuple[tuple[int, int], ...]
 
 BLOCK_VOXELS = {2: 512, 3: 64}
 """Along each axis of a new array's blocks, about; by the number of axes."""
-CANDIDATES = 32
-"""The most lengths of a chunk along an axis that are compared."""
-LAST_CHUNK = 0.25
-"""How much of a chunk's time counts besides the waves: what a lost worker or a late one costs."""
+CHUNKS = 4
+"""For each slot, so that a slow or lost one costs little."""
+SUMMED_VOXELS = 1 << 24
+"""How many voxels of patches beside each other are summed at a time, about."""
 
 
 def starts_of(size: int, length: int, stride: int) -> Sizes:
@@ -126,26 +125,33 @@ class Chunks:
         )
 
 
-def default_blocks(shape: Sizes, stride: Sizes, chunk: Sizes | None) -> Sizes:
-    """The blocks of a new array, as near to a cube as they may be.
-
-    They divide the chunk, if that is known. If not, they divide the stride, or are multiples of it;
-    but along the first axis they are no longer, because finished rows wait in memory for a block.
+def default_chunk(patches: Patches, slots: float) -> Sizes:
+    """A few patches across, and as long along the first axis as leaves ``CHUNKS`` for each slot.
 
     Args:
-        shape: of the array.
-        stride: of the patches.
-        chunk: None if one is to be chosen.
+        patches: of the array.
+        slots: how many chunks are computed at a time.
+    """
+    depth, *across = patches.patch
+    times = max(1, int((SUMMED_VOXELS / math.prod(patches.patch)) ** (1 / len(across))))
+    wide = [times * each for each in across]
+    parts = math.ceil(CHUNKS * slots / len(Chunks(patches.shape[1:], tuple(wide))))
+    return (depth * math.ceil(patches.shape[0] / (depth * parts)), *wide)
+
+
+def default_blocks(shape: Sizes, patch: Sizes, chunk: Sizes) -> Sizes:
+    """The blocks of a new array, which divide its chunks, as near to a cube as they may be.
+
+    Along the first axis they are about a patch long, because finished rows wait in memory for
+    a block.
     """
     wanted = BLOCK_VOXELS[len(shape)]
 
-    def block(axis: int, n: int, unit: int) -> int:
-        sizes = [d for d in range(1, min(unit, 4 * wanted) + 1) if unit % d == 0] + [unit]
-        if axis and chunk is None:
-            sizes.append(unit * max(1, wanted // unit))
-        return min(n, min(sizes, key=lambda size: abs(math.log(size / wanted))))
+    def block(n: int, size: int, most: int) -> int:
+        found = (each for each in range(1, size + 1) if size % each == 0)
+        return min(n, min(found, key=lambda each: abs(math.log(each / most))))
 
-    return tuple(map(block, range(len(shape)), shape, chunk or stride))
+    return tuple(map(block, shape, chunk, (min(wanted, patch[0]), wanted, wanted)))
 
 
 def require_chunk(chunk: Sizes, blocks: Sizes, patches: Patches) -> None:
@@ -166,120 +172,3 @@ def require_chunk(chunk: Sizes, blocks: Sizes, patches: Patches) -> None:
                 f"chunk={chunk} is no multiple of the output's blocks of {blocks}, so two tasks "
                 "would write one block. Choose multiples, or leave chunk='auto'"
             )
-
-
-def summed_rows(patches: Patches, blocks: Sizes, rows: int) -> int:
-    """How many of a chunk's rows are summed at a time: those of a patch and a block."""
-    return min(rows, patches.kept[0] + blocks[0])
-
-
-def written_rows(patches: Patches, blocks: Sizes) -> int:
-    """How many rows are written at a time: whole blocks, no fewer than a stride."""
-    return -(-patches.stride[0] // blocks[0]) * blocks[0]
-
-
-def chunk_bytes(
-    patches: Patches,
-    blocks: Sizes,
-    chunk: Sizes,
-    *,
-    read_bytes: int,
-    read_blocks: Sizes,
-    outputs: int,
-) -> int:
-    """The memory that a chunk takes besides the network, in bytes.
-
-    The sums move along the first axis, so that its length does not matter. What is written is in
-    memory three times: as it was taken, as blocks, and compressed. What is read is there for two
-    places along that axis, and once more for one layer of the input's blocks, which are
-    decompressed as a whole, all of them before the first is copied.
-
-    Args:
-        patches: of the array.
-        blocks: of the output.
-        chunk: its size.
-        read_bytes: of a voxel's channels in the input.
-        read_blocks: of the input.
-        outputs: channels of the output.
-    """
-    inside = [min(n, c) for n, c in zip(patches.shape, chunk, strict=True)]
-    rows = summed_rows(patches, blocks, inside[0])
-    rows += 3 * min(inside[0], written_rows(patches, blocks))
-    margin = [n + 2 * p for n, p in zip(inside[1:], patches.patch[1:], strict=True)]
-    whole = [
-        min(-(-n // b), (m + b - 2) // b + 1) * b
-        for n, m, b in zip(patches.shape[1:], margin, read_blocks[1:], strict=True)
-    ]
-    layer = min(patches.patch[0], read_blocks[0])
-    copies = 3 if any(patches.crop) else 2  # what is mirrored at the edges is copied
-    read = (copies * patches.patch[0] + layer) * math.prod(margin)
-    read += read_blocks[0] * math.prod(whole)
-    return 4 * outputs * rows * math.prod(inside[1:]) + read_bytes * read
-
-
-def chosen_chunk(
-    patches: Patches,
-    blocks: Sizes,
-    slots: float,
-    budget: int,
-    memory: Callable[[Sizes], int],
-    *,
-    must_fit: bool = True,
-) -> Sizes:
-    """The chunk with which all patches are done first, of those that fit into the memory.
-
-    Small ones share the work evenly and lose little to a lost worker; large ones compute fewer
-    patches twice.
-
-    Args:
-        patches: of the array.
-        blocks: of the output, of which it is a multiple.
-        slots: how many chunks are computed at a time.
-        budget: the most bytes that a chunk may take.
-        memory: what a chunk takes.
-        must_fit: whether the smallest is refused too if it takes more.
-
-    Raises:
-        ConfigError: not even one block fits.
-    """
-    options = [_options(patches, axis, block) for axis, block in enumerate(blocks)]
-    best: tuple[float, Sizes] | None = None
-    for option in itertools.product(*options):
-        chunk = tuple(each[0] for each in option)
-        largest = math.prod(each[1] for each in option)
-        waves = math.ceil(math.prod(each[2] for each in option) / slots)
-        time = (waves + LAST_CHUNK) * largest
-        if (best is None or time < best[0]) and memory(chunk) <= budget:
-            best = time, chunk
-    if best is None:
-        least = tuple(each[0][0] for each in options)
-        if not must_fit:
-            return least
-        raise ConfigError(
-            f"a chunk of {least}, the smallest of whole blocks of the output, takes "
-            f"{memory(least) / 2**20:.0f} MiB, and of the memory that a task may take, "
-            f"{max(0, budget) / 2**20:.0f} are left for it besides Python and the network. Raise "
-            "spark.executor.pyspark.memory or spark.executor.memoryOverhead, or take a smaller "
-            "patch, or set chunk, which is then taken as it is"
-        )
-    return best[1]
-
-
-def _options(patches: Patches, axis: int, block: int) -> list[tuple[int, int, int]]:
-    """Lengths of a chunk along an axis, with the most patches in one, and the number of chunks."""
-    size = patches.shape[axis]
-    whole = -(-size // block)
-    step = max(1.0, whole ** (1 / (CANDIDATES - 1)))
-    found = []
-    multiples = {min(whole, math.ceil(step**k)) for k in range(CANDIDATES)} | {whole}
-    if whole <= CANDIDATES:
-        multiples = set(range(1, whole + 1))
-    least = min(patches.overlap[axis], size)
-    for blocks in sorted(multiples):
-        length = blocks * block
-        if length < least and blocks < whole:
-            continue
-        cuts = [(start, min(size, start + length)) for start in range(0, size, length)]
-        most = max(len(patches.reaching(axis, cut)) for cut in cuts)
-        found.append((length, most, len(cuts)))
-    return found

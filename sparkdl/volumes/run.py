@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from pyspark.sql import SparkSession
 from torch import nn
 from tqdm.auto import tqdm
 
+from sparkdl.arguments import as_list, require_whole
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import most_slots
@@ -27,14 +27,12 @@ from sparkdl.volumes.grid import (
     Chunks,
     Patches,
     Sizes,
-    chosen_chunk,
-    chunk_bytes,
     default_blocks,
+    default_chunk,
     require_chunk,
 )
 from sparkdl.volumes.network import PatchModel, identity_of
 from sparkdl.volumes.numbers import Reading
-from sparkdl.volumes.options import VolumeOptions
 from sparkdl.volumes.places import Place
 from sparkdl.volumes.records import Marker, Records, alone, digest_of
 from sparkdl.volumes.store import Volume, created, require_apart
@@ -42,10 +40,6 @@ from sparkdl.volumes.task import ChunkTask
 
 logger = logging.getLogger(__name__)
 
-WORKER_BYTES = 1 << 30
-"""What a task takes in memory besides the network, where Spark's settings do not limit it."""
-PROCESS_BYTES = 400 << 20
-"""What a process takes before its first chunk: Python, torch, pyspark and tensorstore."""
 VOXELS_AT_ONCE = 1 << 18
 """Patches go through the network together as long as they have no more voxels."""
 MOST_TASKS = 50_000
@@ -92,36 +86,42 @@ def transform_volume(
     model: PatchModel,
     source: Place,
     target: Place,
-    options: VolumeOptions,
     *,
+    patch: Sequence[int],
+    overlap: Sequence[int],
+    crop: Sequence[int] | None,
+    chunk: str | Sequence[int],
+    reduce: str | None,
+    skip: str | None,
     progress: bool,
 ) -> VolumeSummary:
-    """See ``TorchModel.transform_volume``.
-
-    Args:
-        spark: the session.
-        module: what predicts the patches, as it is in the driver.
-        model: the same, as it is sent to the executors.
-        source: the input.
-        target: the output.
-        options: how.
-        progress: whether to show a bar.
-    """
-    read = Volume.opened(source, len(options.patch), open=True, read=True)
-    model.require_input(read)
-    model = model.at_once(VOXELS_AT_ONCE // math.prod(options.patch))
-    middle = [max(0, (n - p) // 2) for n, p in zip(read.shape, options.patch, strict=True)]
-    wanted = tuple((low, low + p) for low, p in zip(middle, options.patch, strict=True))
-    sample = mirrored(Reading(read, read.url, model.taken), read.shape, wanted)
-    outputs, cut, network_bytes = model.try_patch(module, sample)
-    crop = options.crop or cut
-    if any(asked < least for asked, least in zip(crop, cut, strict=True)):
+    """See ``TorchModel.transform_volume``; ``model`` is ``module`` as it is sent to executors."""
+    axes = len(as_list(patch) or ())
+    if axes not in (2, 3):
         raise ConfigError(
-            f"crop={crop}, but the model's output is {cut} smaller on each side already. Choose at "
-            "least that, or leave it out"
+            f"patch must be two or three whole numbers, (y, x) or (z, y, x), got {patch!r}"
         )
-    patches = Patches(read.shape, options.patch, options.overlap, crop)
-    if options.labels and outputs < 2:
+    for name, given, known in (("reduce", reduce, "argmax"), ("skip", skip, "zeros")):
+        if given not in (None, known):
+            raise ConfigError(f"{name} must be {known!r} or None, got {given!r}")
+    patch, overlap = _sizes("patch", patch, axes, 1), _sizes("overlap", overlap, axes, 0)
+    chosen_crop = None if crop is None else _sizes("crop", crop, axes, 0)
+    chosen = None if isinstance(chunk, str) and chunk == "auto" else _sizes("chunk", chunk, axes, 1)
+    read = Volume.opened(source, axes, open=True, read=True)
+    model.require_input(read)
+    model = model.at_once(VOXELS_AT_ONCE // math.prod(patch))
+    middle = [max(0, (n - p) // 2) for n, p in zip(read.shape, patch, strict=True)]
+    wanted = tuple((low, low + p) for low, p in zip(middle, patch, strict=True))
+    sample = mirrored(Reading(read, read.url, model.taken), read.shape, wanted)
+    outputs, cut = model.try_patch(module, sample)
+    cropped = chosen_crop or cut
+    if any(asked < least for asked, least in zip(cropped, cut, strict=True)):
+        raise ConfigError(
+            f"crop={cropped}, but the model's output is {cut} smaller on each side already. Choose "
+            "at least that, or leave it out"
+        )
+    patches = Patches(read.shape, patch, overlap, cropped)
+    if reduce and outputs < 2:
         raise ConfigError(
             "reduce='argmax' writes which channel is the largest, but the model returns only one. "
             "Leave it out, and compare the output with a threshold"
@@ -135,23 +135,24 @@ def transform_volume(
             "precision": str(model.predictor.prediction.dtype),
             "patches at once": batch,
             "input": read.identity,
-            "patch": list(options.patch),
-            "overlap": list(options.overlap),
-            "crop": list(crop),
-            "reduce": "argmax" if options.labels else None,
-            "skip": "zeros" if options.skip_zeros else None,
-            "chunk": options.chunk and list(options.chunk),
+            "patch": list(patch),
+            "overlap": list(overlap),
+            "crop": list(cropped),
+            "reduce": reduce,
+            "skip": skip,
+            "chunk": chosen and list(chosen),
         }
     )
-    known = job["chunk"] and tuple(job["chunk"])
-    blocks = default_blocks(read.shape, patches.stride, known)
-    making = partial(created, target, read, outputs, labels=options.labels, blocks=blocks)
+    size = tuple(job["chunk"] or default_chunk(patches, min(most_slots(spark), MOST_SLOTS)))
+    blocks = default_blocks(read.shape, patch, size)
+    making = partial(created, target, read, outputs, labels=bool(reduce), blocks=blocks)
     trial = making(trial=True)
     require_apart(read, trial)
-    chunk = known or _chosen(spark, patches, trial.blocks, read, outputs, network_bytes)
-    require_chunk(chunk, trial.blocks, patches)
+    if not job["chunk"]:  # the target may have blocks of its own
+        size = tuple(-(-n // b) * b for n, b in zip(size, trial.blocks, strict=True))
+    require_chunk(size, trial.blocks, patches)
     with alone(target, spark.sparkContext.applicationId) as lease:
-        job = records.claim({**job, "chunk": list(chunk)})
+        job = records.claim({**job, "chunk": list(size)})
         records.note(job)
         write, done, files = making(), records.done(job), read.files
         if any(each.patches for each in done.values()) and write.holds_nothing:
@@ -162,8 +163,8 @@ def transform_volume(
             records.saw(files)
         task = ChunkTask(
             model,
-            Recipe(patches, write.blocks, outputs, batch, options.labels, options.skip_zeros),
-            chunk,
+            Recipe(patches, write.blocks, outputs, batch, bool(reduce), bool(skip)),
+            size,
             read.specification,
             write.specification,
             digest_of(job),
@@ -183,47 +184,14 @@ def transform_volume(
         return summary
 
 
-def _chosen(
-    spark: SparkSession,
-    patches: Patches,
-    blocks: Sizes,
-    read: Volume,
-    outputs: int,
-    network_bytes: int,
-) -> Sizes:
-    """The chunk that a task's memory allows."""
-    read_bytes = (read.channels or 1) * read.dtype.itemsize
-
-    def memory(chunk: Sizes) -> int:
-        return chunk_bytes(
-            patches,
-            blocks,
-            chunk,
-            read_bytes=read_bytes,
-            read_blocks=read.read_blocks,
-            outputs=outputs,
+def _sizes(name: str, given: Any, axes: int, least: int) -> Sizes:
+    found = as_list(given)
+    if found is None or len(found) != axes:
+        other = "'auto' or " if name == "chunk" else ""
+        raise ConfigError(
+            f"{name} must be {other}{axes} whole numbers, one for each axis of patch, got {given!r}"
         )
-
-    slots = min(most_slots(spark), MOST_SLOTS)
-    limit = worker_bytes(spark)
-    total = WORKER_BYTES + network_bytes if limit is None else limit
-    left = total - PROCESS_BYTES - network_bytes
-    return chosen_chunk(patches, blocks, slots, left, memory, must_fit=limit is not None)
-
-
-def worker_bytes(spark: SparkSession) -> int | None:
-    """What a task may take in memory, in bytes, Python and torch included; None if nobody says.
-
-    Args:
-        spark: whose settings say so; Spark itself divides the limit in the same way.
-    """
-    conf = spark.sparkContext.getConf()
-    text = conf.get("spark.executor.pyspark.memory") or conf.get("spark.executor.memoryOverhead")
-    found = re.match(r"\s*(\d+)\s*([kmgtp]?)", (text or "").lower())
-    if found is None:
-        return None
-    tasks = int(conf.get("spark.executor.cores") or 1) // int(conf.get("spark.task.cpus") or 1)
-    return (int(found[1]) << 10 * ("kmgtp".index(found[2] or "m") + 1)) // max(1, tasks)
+    return tuple(require_whole(name, each, least) for each in found)
 
 
 def _computed(
@@ -247,35 +215,18 @@ def _computed(
         "of %d chunks of %s, %d are missing, and the input of %d others is compared",
         *(len(chunks), task.chunk, len(chunks) - len(done), len(task.known)),
     )
-    began, found = time.perf_counter(), dict[int, int]()
-    if numbers:
-        found = _run(spark, replace(task, numbers=numbers), len(chunks) - len(numbers), progress)
-    before = {number: marker.patches for number, marker in done.items()}
-    return VolumeSummary(
-        chunks=len(chunks),
-        computed=len(found),
-        skipped=sum(not patches for patches in {**before, **found}.values()),
-        patches=sum(found.values()),
-        chunk=task.chunk,
-        voxels=sum(math.prod(upper - lower for lower, upper in chunks[n]) for n in found),
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _run(spark: SparkSession, task: ChunkTask, before: int, progress: bool) -> dict[int, int]:
-    """The patches of each chunk that a Spark job has computed, by number."""
-    count = len(task.numbers)
-    rows = spark.range(0, count, 1, min(count, MOST_TASKS))
-    results: list[Any] = []
-    failures: list[Exception] = []
+    began, results, failures = time.perf_counter(), list[Any](), list[Exception]()
+    jobs = RunJobs(spark.sparkContext, f"predicts {len(numbers)} chunks of a volume")
+    rows = spark.range(0, len(numbers), 1, max(1, min(len(numbers), MOST_TASKS)))
 
     def body() -> None:
-        results.extend(rows.mapInArrow(checked(task), COLUMNS).collect())
+        results.extend(rows.mapInArrow(checked(replace(task, numbers=numbers)), COLUMNS).collect())
 
-    jobs = RunJobs(spark.sparkContext, f"predicts {count} chunks of a volume")
-    with _bar(before, before + count, progress) as show:
+    before = len(chunks) - len(numbers)
+    with _bar(before, len(chunks), progress and bool(numbers)) as show:
         try:
-            jobs.start(body, failures.append)
+            if numbers:
+                jobs.start(body, failures.append)
             while not jobs.wait(LOOK_S):
                 show(before + task.done.value)
         finally:
@@ -283,8 +234,18 @@ def _run(spark: SparkSession, task: ChunkTask, before: int, progress: bool) -> d
         for failure in failures:
             with told_in_driver():
                 raise failure
-        show(before + count)
-    return {row.chunk: row.patches for row in results if row.computed}
+        show(len(chunks))
+    found = {row.chunk: row.patches for row in results if row.computed}
+    patches = {**{number: marker.patches for number, marker in done.items()}, **found}
+    return VolumeSummary(
+        chunks=len(chunks),
+        computed=len(found),
+        skipped=sum(not each for each in patches.values()),
+        patches=sum(found.values()),
+        chunk=task.chunk,
+        voxels=sum(math.prod(upper - lower for lower, upper in chunks[n]) for n in found),
+        seconds=time.perf_counter() - began,
+    )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,10 +51,11 @@ class Volume:
         shape: without channels.
         channels: None if it has no such axis.
         dtype: numpy's.
+        opened_array: as given.
     """
 
     def __init__(self, opened: Any, axes: int) -> None:
-        self._opened = opened
+        self.opened_array = opened
         self.driver: str = opened.spec().to_json()["driver"]
         view = opened.T if self.driver in _SLOWEST_LAST else opened
         labels = [str(label).lower() for label in view.domain.labels]
@@ -97,7 +97,7 @@ class Volume:
     @property
     def url(self) -> str:
         """Where it is, for messages and to compare."""
-        store = self._opened.kvstore
+        store = self.opened_array.kvstore
         try:
             return without_credentials(str(store.url))
         except NotImplementedError:  # a store that no URL names, such as S3 at an endpoint
@@ -106,21 +106,21 @@ class Volume:
     @property
     def specification(self) -> dict[str, Any]:
         """What other processes open."""
-        spec = self._opened.spec(retain_context=True, minimal_spec=True)
+        spec = self.opened_array.spec(retain_context=True, minimal_spec=True)
         found: dict[str, Any] = spec.to_json()
         return found
 
     @property
     def identity(self) -> str:
         """Which part of which array it is, the same in every process."""
-        spec = self._opened.spec(minimal_spec=True).to_json()
+        spec = self.opened_array.spec(minimal_spec=True).to_json()
         part = {name: spec[name] for name in sorted(spec) if name not in ("kvstore", "context")}
         return f"{self.url} {json.dumps(part)}"
 
     @property
     def location(self) -> tuple[dict[str, Any], str]:
         """The store that it is in, and its path there, which ends in "/" unless it is empty."""
-        store = self._opened.kvstore.spec().to_json()
+        store = self.opened_array.kvstore.spec().to_json()
         path = store.get("path", "")
         if store["driver"] == "file":
             path = os.path.join(os.path.realpath(path), "")
@@ -144,7 +144,7 @@ class Volume:
         if self.driver == "neuroglancer_precomputed":  # tensorstore 0.1.86 looks for other names
             return False
         with said("read", self.url):
-            found = answered(self._opened.storage_statistics(query_not_stored=True), DATA_S)
+            found = answered(self.opened_array.storage_statistics(query_not_stored=True), DATA_S)
         return bool(found.not_stored)
 
     @property
@@ -158,39 +158,15 @@ class Volume:
             )
         return tuple(layout.write_chunk.shape[-axes:])
 
-    @property
-    def read_blocks(self) -> Sizes:
-        """The sizes that are read and decompressed as one, without channels."""
-        return tuple(n or 1 for n in self._view.chunk_layout.read_chunk.shape[-len(self.shape) :])
-
-    @property
-    def units(self) -> Any:
-        """What a voxel measures along each axis, as tensorstore has it."""
-        return self._opened.dimension_units
-
-    @property
-    def origin(self) -> tuple[int, ...]:
-        """The first position along each axis, as tensorstore has it."""
-        return tuple(self._opened.domain.inclusive_min)
-
     def read(self, bounds: Bounds) -> np.ndarray:
         """Read, shape (channels, *sizes).
-
-        tensorstore decompresses all blocks of a read before it copies the first; so that they take
-        less memory, they are read layer by layer along the first axis.
 
         Raises:
             DataError: it cannot be read.
         """
-        values = np.empty((self.channels or 1, *(b - a for a, b in bounds)), self.dtype)
-        axis, (first, stop), depth = len(values.shape) - 1, bounds[0], self.read_blocks[0]
-        origin = self._view.chunk_layout.grid_origin[-axis] or 0
-        cuts = [first, *range(first + depth - (first - origin) % depth, stop, depth), stop]
         with said("read", self.url):
-            for lower, upper in pairwise(cuts):
-                part = answered(self._part(((lower, upper), *bounds[1:])).read(), DATA_S)
-                values[:, lower - first : upper - first] = part
-        return values
+            values: np.ndarray = answered(self._part(bounds).read(), DATA_S)
+        return values if self.channels else values[None]
 
     def write(self, bounds: Bounds, values: Tensor) -> None:
         """Write, shape (channels, *sizes); the values are durable when it returns.
@@ -285,7 +261,8 @@ def created(
     grid = [*([0 if precomputed else 1] if channels else []), *blocks]
     lower, units = [0] * len(shape), None
     if precomputed and source.driver == spec["driver"]:
-        lower, units = [0, *source.origin[2::-1]], source.units
+        opened = source.opened_array
+        lower, units = [0, *opened.domain.inclusive_min[2::-1]], opened.dimension_units
     upper = [low + size for low, size in zip(lower, shape, strict=True)]
     turn = -1 if turned else 1
     options = {

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
 from sparkdl.process.torch_settings import share_freed_memory
 from sparkdl.volumes.chunk import Recipe, predict_chunk, read_chunk
 from sparkdl.volumes.grid import Chunks, Sizes
-from sparkdl.volumes.network import Network, PatchModel
+from sparkdl.volumes.network import PatchModel
 from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.records import Marker, Records
 from sparkdl.volumes.store import Volume
 
 SCHEMA = pa.schema([("chunk", pa.int64()), ("patches", pa.int64()), ("computed", pa.bool_())])
-
-
-class Counter(Protocol):
-    """Spark's accumulator."""
-
-    value: int
-
-    def add(self, term: int) -> None:
-        """Add to it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ class ChunkTask:
         digest: of the job, for the markers.
         numbers: of the chunks to compute.
         known: the markers of those among them that are done, if their input is still the same.
-        done: counts them.
+        done: Spark's accumulator, which counts them.
     """
 
     model: PatchModel
@@ -52,7 +44,7 @@ class ChunkTask:
     digest: str
     numbers: Sequence[int]
     known: Mapping[int, Marker]
-    done: Counter
+    done: Any
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Called by Spark; yields a row for each chunk.
@@ -68,7 +60,7 @@ class ChunkTask:
         records, chunks = Records(self.target), Chunks(source.shape, self.chunk)
         model, patches = self.model, self.recipe.patches
         with model.predictor.running() as run:
-            network = Network(run, model.spec, model.key, patches.kept)
+            network = partial(model.outputs, run, kept=patches.kept)
             for batch in batches:
                 for place in batch.column(0).to_pylist():
                     number, reading = self.numbers[place], Reading(source, source.url, model.taken)

@@ -1,12 +1,10 @@
-"""Patches cover the array, chunks are whole blocks, and a chosen chunk fits into the memory."""
+"""Patches cover the array, and chunks are whole blocks."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from every_row import every
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
@@ -14,9 +12,8 @@ from sparkdl.volumes.grid import (
     Chunks,
     Patches,
     Sizes,
-    chosen_chunk,
-    chunk_bytes,
     default_blocks,
+    default_chunk,
     require_chunk,
     starts_of,
 )
@@ -115,74 +112,32 @@ def test_a_chunk_may_be_as_small_as_a_small_array() -> None:
 
 
 @every(
-    ("shape", "stride", "chunk", "blocks"),
+    ("shape", "depth", "chunk", "blocks"),
     [
-        ((2000, 5000, 5000), (16, 192, 192), None, (16, 64, 64)),
-        ((2000, 5000, 5000), (20, 7, 193), None, (20, 63, 193)),
-        ((10, 20, 30), (16, 192, 192), None, (10, 20, 30)),
-        ((5000, 5000), (896, 896), None, (448, 448)),
-        ((5000, 5000), (1, 1), None, (1, 512)),
-        ((2000, 5000, 5000), (20, 7, 193), (60, 70, 200), (60, 70, 50)),
-        ((2000, 5000, 5000), (20, 7, 193), (61, 7, 4096), (61, 7, 64)),
+        ((10, 20, 30), 96, (64, 192, 192), (10, 30, 30)),
+        ((5000, 5000), 448, (896, 896), (448, 448)),
+        ((2000, 5000, 5000), 20, (680, 768, 768), (20, 64, 64)),
+        ((2000, 5000, 5000), 96, (60, 70, 200), (60, 70, 50)),
+        ((2000, 5000, 5000), 96, (61, 7, 4096), (61, 7, 64)),
     ],
 )
-def test_blocks_are_near_a_cube_and_fit_the_chunk_or_the_stride(
-    shape: Sizes, stride: Sizes, chunk: Sizes | None, blocks: Sizes
+def test_blocks_are_near_a_cube_and_divide_the_chunk(
+    shape: Sizes, depth: int, chunk: Sizes, blocks: Sizes
 ) -> None:
-    assert default_blocks(shape, stride, chunk) == blocks
+    assert default_blocks(shape, (depth, 1, 1), chunk) == tuple(map(min, shape, blocks))
 
 
-@settings(max_examples=20)
-@given(
-    st.sampled_from([1, 2, 7, 100]),
-    st.integers(128, 4096),
-    st.sampled_from([1, 3, 12]),
-    st.sampled_from([(16, 64, 64), (5, 100, 30), (64, 64, 64)]),
+@every(
+    ("patches", "slots", "chunk"),
+    [
+        (LARGE, 2, (2000, 768, 768)),
+        (LARGE, 100, (240, 768, 768)),
+        (Patches((20, 24, 28), (6, 8, 8), (2, 4, 4), (0, 0, 0)), 2, (6, 1672, 1672)),
+        (Patches((5000, 5000), (512, 512), (64, 64), (0, 0)), 1, (1536, 32768)),
+    ],
 )
-def test_a_chosen_chunk_fits_and_is_whole_blocks(
-    slots: int, mebibytes: int, outputs: int, blocks: Sizes
+def test_a_chunk_that_nobody_chose_is_some_patches_across_and_leaves_several_for_each_slot(
+    patches: Patches, slots: int, chunk: Sizes
 ) -> None:
-    def memory(chunk: Sizes) -> int:
-        return chunk_bytes(
-            LARGE, blocks, chunk, read_bytes=1, read_blocks=(64, 64, 64), outputs=outputs
-        )
-
-    chunk = chosen_chunk(LARGE, blocks, slots, mebibytes << 20, memory)
-    assert memory(chunk) <= mebibytes << 20
-    assert all(size % block == 0 for size, block in zip(chunk, blocks, strict=True))
-    require_chunk(chunk, blocks, LARGE)
-
-
-def test_more_memory_computes_fewer_patches_twice() -> None:
-    def patches_computed(mebibytes: int) -> int:
-        blocks = (16, 64, 64)
-        chunk = chosen_chunk(
-            LARGE,
-            blocks,
-            2,
-            mebibytes << 20,
-            lambda chunk: chunk_bytes(
-                LARGE, blocks, chunk, read_bytes=1, read_blocks=(1, 64, 64), outputs=3
-            ),
-        )
-        chunks = Chunks(LARGE.shape, chunk)
-        return sum(
-            math.prod(len(LARGE.reaching(axis, each)) for axis, each in enumerate(chunks[number]))
-            for number in range(len(chunks))
-        )
-
-    needed = math.prod(map(len, LARGE.starts))
-    assert 3 * needed > patches_computed(256) > patches_computed(2048) > needed
-
-
-def test_a_small_array_is_shared_out_among_all_slots() -> None:
-    patches = Patches((320, 64, 64), (16, 16, 16), (4, 4, 4), (0, 0, 0))
-    chunk = chosen_chunk(patches, (12, 12, 12), 2, 1 << 30, lambda chunk: 0)
-    assert len(Chunks(patches.shape, chunk)) in range(2, 17, 2)
-
-
-def test_a_budget_without_room_for_one_block_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"takes 300 MiB, and.* 200 are left for it besides"):
-        chosen_chunk(LARGE, (16, 64, 64), 2, 200 << 20, lambda chunk: 300 << 20)
-    least = chosen_chunk(LARGE, (16, 64, 64), 2, 200 << 20, lambda chunk: 300 << 20, must_fit=False)
-    assert least == (16, 64, 64)
+    assert default_chunk(patches, slots) == chunk
+    require_chunk(chunk, default_blocks(patches.shape, patches.patch, chunk), patches)

@@ -435,33 +435,6 @@ def test_a_bar_that_cannot_be_shown_ends_nothing(
     assert "the progress bar is left out: OSError: no terminal" in caplog.text
 
 
-@every(
-    ("settings", "mebibytes"),
-    [
-        ({}, None),
-        ({"spark.executor.memoryOverhead": "600"}, 600),
-        ({"spark.executor.pyspark.memory": "3g", "spark.executor.memoryOverhead": "1g"}, 3072),
-        ({"spark.executor.pyspark.memory": "3g", "spark.executor.cores": "4"}, 768),
-        (
-            {
-                "spark.executor.pyspark.memory": "2048m",
-                "spark.executor.cores": "4",
-                "spark.task.cpus": "2",
-            },
-            1024,
-        ),
-    ],
-)
-def test_a_task_has_its_share_of_the_executors_memory_for_python(
-    settings: dict[str, str], mebibytes: int | None
-) -> None:
-    from types import SimpleNamespace
-
-    conf = SimpleNamespace(get=settings.get)
-    spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(getConf=lambda: conf))
-    assert run.worker_bytes(spark) == (mebibytes and mebibytes << 20)
-
-
 @pytest.mark.usefixtures("spark")
 def test_nothing_is_left_in_the_output_but_the_array_and_its_records(
     tmp_path: Path, source: str

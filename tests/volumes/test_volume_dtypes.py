@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.volumes.blend import MovingSum, axis_weights, weights_within
 from sparkdl.volumes.chunk import Recipe, predict_chunk
 from sparkdl.volumes.grid import Chunks, Patches, starts_of
-from sparkdl.volumes.network import Network
+from sparkdl.volumes.network import PatchModel
 from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.store import Volume, created
 
@@ -61,7 +62,14 @@ def predicted(
 
     run: Any = SimpleNamespace(outputs=outputs)
     recipe = Recipe(PATCHES, target.blocks, 2, 4, labels=False, skip_zeros=True)
-    chunks, network = Chunks(SHAPE, (5, 12, 14)), Network(run, spec, None, PATCHES.kept)
+    chunks, network = (
+        Chunks(SHAPE, (5, 12, 14)),
+        partial(
+            PatchModel(None, spec, None).outputs,  # type: ignore[arg-type]
+            run,
+            kept=PATCHES.kept,
+        ),
+    )
     for number in range(len(chunks)):
         predict_chunk(recipe, chunks[number], source, target, network, "cpu")
     assert {each.dtype for each in taken} == {spec.dtype}
@@ -179,13 +187,12 @@ def test_a_patch_has_the_same_weights_whatever_the_interval(
     numbers = patches.reaching(0, bounds)
     everywhere = weights_within(patches, 0, (0, 100), "cpu")[numbers.start : numbers.stop]
     for found, wanted in zip(weights_within(patches, 0, bounds, "cpu"), everywhere, strict=True):
-        assert found[0] == wanted[0]
-        assert torch.equal(found[1], wanted[1])
+        assert torch.equal(found, wanted)
 
 
 def test_a_moving_sum_gives_out_rows_once_and_forgets_them() -> None:
     sums = MovingSum(1, ((0, 6), (0, 2)), 4, "cpu")
-    ones = [(0, torch.ones(3)), (0, torch.ones(2))]
+    ones = [torch.ones(3), torch.ones(2)]
     sums.add(torch.full((1, 3, 2), 1.0), (0, 0), ones)
     sums.add(torch.full((1, 3, 2), 2.0), (1, 0), ones)
     assert sums.take(2)[0, :, 0].tolist() == [1.0, 3.0]
