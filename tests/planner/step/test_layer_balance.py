@@ -38,27 +38,11 @@ def full(inputs: int, outputs: int, name: str = "full") -> Layer:
     return Layer(name, "Linear", 6 * size, 4 * size, 4 * size, 4 * inputs, True)
 
 
-@every(
-    "overlap, groups, megabytes",
-    [
-        (overlap, groups, size)
-        for overlap, sizes in (
-            (0.0, [8.39, 8.39, 10.49, 17.83, 134.2]),
-            (1.0, [8.39, 6.29, 6.29, 9.44, 67.1]),
-        )
-        for groups, size in zip((1, 2, 4, 8, 64), sizes, strict=True)
-    ],
-)
-def test_what_a_node_sends_is_the_papers(overlap: float, groups: int, megabytes: float) -> None:
-    """A full layer of 4096 x 4096, 64 nodes, 256 rows."""
-    found = exchange(full(4096, 4096), 256, 64, groups, overlap)
-    assert (found.data + found.model) / 1e6 == pytest.approx(megabytes, abs=0.02)
-
-
 def test_the_best_number_of_groups_is_the_papers() -> None:
-    """sqrt(N MB / ofm): 2, and 2 sqrt(2) where receiving is hidden behind sending."""
-    assert best_groups(full(4096, 4096), 256, 64) == pytest.approx(2.0)
-    assert best_groups(full(4096, 4096), 256, 64, 1.0) == pytest.approx(math.sqrt(8))
+    """A full layer of 4096 x 4096, 64 nodes, 256 rows: sqrt(N MB / ofm), next to which is best."""
+    layer = full(4096, 4096)
+    assert best_groups(layer, 256, 64) == pytest.approx(2.0)
+    assert best_exchange(layer, 256, 64).groups in (1, 2)
     assert best_groups(Layer("norm", "Norm", 0, 0, 0, 4, False), 256, 64) == math.inf
 
 
@@ -107,16 +91,12 @@ def test_a_step_by_hand() -> None:
     So 1 s is left then, and the lower layer's 3 s come after it.
     """
     layers = [Layer(name, "Linear", 3.0, 2.0, 2e6, 0.0, False) for name in ("lower", "upper")]
-    found = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6), bucket=None)
+    found = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6))
     assert found.bubbles_s.tolist() == [3.0, 1.0]
     assert found.seconds == 10.0
     assert found.efficiency == 0.6
-    late = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6, 0.1), bucket=None)
-    assert late.bubbles_s.sum() == pytest.approx(4.0 + 2 * 6 * 0.1)
-    one_message = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6, 0.1), bucket=2**30)
-    assert one_message.bubbles_s.sum() == pytest.approx(4.0 + 6 * 0.1)
-    hidden = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6), hidden_behind="step")
-    assert hidden.bubbles_s.tolist() == [3.0, 0.0]
+    late = step(layers, by_data(layers, 1, 4), 4, 6.0, Link(1e6, 0.1))
+    assert late.bubbles_s.sum() == pytest.approx(4.0 + 6 * 0.1)  # both fit into one bucket
 
 
 def balance(model: nn.Module, example: Any, **others: Any) -> LayerBalance:
@@ -145,7 +125,7 @@ def test_a_convolution_has_the_papers_ratio_of_computing_to_communicating() -> N
     model = nn.Sequential(nn.Conv2d(5, 7, 3, bias=False), nn.Conv2d(7, 9, 3, bias=False))
     found = balance(model, torch.randn(2, 5, 12, 10))
     layer = found.layers[1]
-    assert layer.flop / exchange(layer, 48, 8, 8, 0.0).data == 1.5 * 8 * 6 / 2
+    assert layer.flop / (2 * layer.gradient_bytes) == 1.5 * 8 * 6 / 2
     first = found.layers[0]
     assert first.backward_flop * 2 == first.flop  # nobody needs the gradient of the data
     assert (first.input_bytes, layer.input_bytes) == (4 * 5 * 12 * 10, 4 * 7 * 10 * 8)
@@ -268,21 +248,12 @@ def test_the_table_says_what_is_best_and_the_words_who_is_waited_for() -> None:
     assert table.best["0"] == "data"
     assert table.best["3"] in ("model", "hybrid")
     assert table.bubble_ms.sum() == pytest.approx(found.step().bubbles_s.sum() * 1e3)
-    assert found.step(hybrid=True).seconds < found.step().seconds
     for text in (str(found), found._repr_html_()):
         assert "8 workers with 6 rows each at 1 Gbit/s" in text
         assert "waits longest for" in text
         assert "as given" in text
-    curve = found.scaling([1, 2, 8])
-    assert curve.workers.tolist() == [1, 2, 8]
-    assert curve.speedup[0] == curve.efficiency[0] == 1.0
-    assert curve.efficiency[2] == pytest.approx(found.efficiency)
-    best = found.scaling([1, 2, 8], hybrid=True)
-    assert (best.speedup >= curve.speedup - 1e-9).all()
-    data, each_best, ideal = found.plot([1, 2, 8]).axes[0].lines
-    assert list(data.get_ydata()) == curve.speedup.tolist()
-    assert list(each_best.get_ydata()) == best.speedup.tolist()
-    assert list(ideal.get_ydata()) == [1, 2, 8]
+    assert found.step(1).efficiency == 1.0
+    assert found.step(8).efficiency == found.efficiency
 
 
 def test_computing_is_measured_here_without_a_given_time() -> None:
