@@ -27,9 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparkdl.arguments import as_whole, require_whole
 from sparkdl.errors import ConfigError, ModelError, SparkDLError
@@ -54,14 +53,11 @@ class StepMemory:
         parameters: parameters and buffers.
         gradients: theirs.
         optimizer_state: what the optimizer keeps from step to step.
-        saved_a_row: what the forward pass saves for the backward pass for each row, by autograd's
-            own account.
     """
 
     parameters: int
     gradients: int
     optimizer_state: int
-    saved_a_row: float
     fixed: np.ndarray[Any, Any] = field(repr=False)
     """f_t of the module's docstring, shape (operations,)."""
     by_row: np.ndarray[Any, Any] = field(repr=False)
@@ -129,26 +125,22 @@ def step_memory(
             the rows.
     """
     batch = as_batch(example)
-    timelines, saved = [], []
+    timelines = []
     for rows in (_ROWS, 2 * _ROWS, 4 * _ROWS):
         replica = probe(model, optimizer, loss, precision, features_as_kwargs)
         with in_words(f"the model cannot be trained on {rows} rows of the example"):
             live = Live(tensors_of(replica.module, replica.loss))
             with live:
-                pack = _Saved(live.known)
-                with saved_tensors_hooks(pack, _as_it_is):
-                    replica.step(rows_of(batch, rows))  # the optimizer makes its state
+                replica.step(rows_of(batch, rows))  # the optimizer makes its state
                 live.timeline.clear()
                 replica.step(rows_of(batch, rows))
         timelines.append(np.array(live.timeline, dtype=float))
-        saved.append(pack.bytes)
     fixed, by_row = _lines(*timelines)
     state = tree_leaves(replica.optimizer.state_dict()["state"])
     return StepMemory(
-        parameters=bytes_of(tensors_of(replica.module)),
-        gradients=gradient_bytes(replica.module.parameters()),
-        optimizer_state=bytes_of(each for each in state if isinstance(each, Tensor)),
-        saved_a_row=(saved[1] - saved[0]) / _ROWS,
+        parameters=Live(tensors_of(replica.module)).bytes,
+        gradients=sum(each.numel() * each.element_size() for each in replica.trainable()),
+        optimizer_state=Live(each for each in state if isinstance(each, Tensor)).bytes,
         fixed=fixed,
         by_row=by_row,
     )
@@ -180,14 +172,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         bytes: now.
         timeline: after each operation.
-        known: bytes of the storages that are counted, by address.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.timeline: list[int] = []
-        self.known: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[Any]] = {}
         for tensor in tensors:
             self.add(tensor)
@@ -196,15 +186,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a tensor until its storage is freed."""
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        if not size or address in self.known:
+        if not size or address in self._storages:
             return
 
         def freed(_: object) -> None:
-            self.bytes -= self.known.pop(address)
+            self.bytes -= size
             del self._storages[address]
 
         self.bytes += size
-        self.known[address] = size
         self._storages[address] = weakref.ref(storage, freed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,39 +205,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
 
-class _Saved:
-    """Adds up the storages that autograd saves, but for those that are there anyway."""
-
-    def __init__(self, known: Iterable[int]) -> None:
-        self._seen = set(known)
-        self.bytes = 0
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-        return tensor
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def tensors_of(*owners: Any) -> list[Tensor]:
     """The parameters and buffers of modules."""
     modules = [each for each in owners if isinstance(each, nn.Module)]
     return [each for module in modules for each in (*module.parameters(), *module.buffers())]
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """What tensors take, each storage once."""
-    return Live(tensors).bytes
-
-
-def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """What the gradients of parameters take."""
-    return sum(each.numel() * each.element_size() for each in parameters if each.requires_grad)
 
 
 def as_batch(example: Example) -> Batch:
@@ -277,15 +237,8 @@ def rows_of(batch: Batch, rows: int) -> Batch:
     def taken(tensor: Tensor) -> Tensor:
         return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
 
-    features, targets, weights = batch.features, batch.targets, batch.weights
-    return Batch(
-        {name: taken(each) for name, each in features.items()}
-        if isinstance(features, dict)
-        else tuple(map(taken, features)),
-        taken(targets) if isinstance(targets, Tensor) else tuple(map(taken, targets)),
-        last=False,
-        weights=None if weights is None else taken(weights),
-    )
+    parts = ((name, getattr(batch, name)) for name in ("features", "targets", "weights"))
+    return Batch(last=False, **{name: tree_map_only(Tensor, taken, each) for name, each in parts})
 
 
 def probe(
@@ -306,10 +259,8 @@ def probe(
     with in_words("the model cannot be copied and trained"):
         module = copy.deepcopy(model).train()
         module.zero_grad()
-        use, names = loss or mean_of_outputs, features_as_kwargs
-        return Replica(
-            module, optimizer, use, device, precision=precision, features_as_kwargs=names
-        )
+        use, given = loss or mean_of_outputs, {"features_as_kwargs": features_as_kwargs}
+        return Replica(module, optimizer, use, device, precision=precision, **given)
 
 
 def mean_of_outputs(outputs: Any, targets: Any) -> Tensor:
