@@ -77,8 +77,8 @@ class Costs:
     step_fixed: float
     step_per_row: float
     slowest: float
-    fixed: float
-    per_byte: float
+    fixed: float = 0.0
+    per_byte: float = 0.0
     message: float = 0.0
     wire: float | None = None
 
@@ -128,147 +128,104 @@ class Costs:
         return Parts(computing, uneven, passing, rounds * rest, link)
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """Costs as predicted, and at the lower end of what the profiles leave open."""
-
-    costs: Costs
-    low: Costs
-
-
 def fit(
     profiles: Sequence[Profile],
+    where: str | None,
     link: Link | None,
     measured_on: Link | None,
     *,
-    others: Sequence[Profile] = (),
-) -> Fitted:
+    low: bool = False,
+) -> Costs:
     """Costs that agree with profiles.
 
     Args:
-        profiles: of one training that forms its means in one place, for whose traffic there are
-            formulas.
+        profiles: of one training, for whose traffic there are formulas.
+        where: where means are formed, as in some of them; all of them tell what a step takes.
         link: to predict for; None for the network on which the profiles were taken.
         measured_on: that network's links; None if they are not known, which with ``link`` means
             that they were too fast to matter.
-        others: of the same training where means are formed in another place, which tell what a step
-            takes too.
+        low: whether to take the lower end of what the profiles leave open.
 
     Raises:
         ConfigError: the profiles do not tell what a step or an exchange costs.
     """
-    target, traffic = link or measured_on, _traffic(profiles[0])
+    target, own = link or measured_on, [each for each in profiles if each.aggregation == where]
+    traffic = own[0].traffic
+    assert traffic is not None
     wire = 0.0 if measured_on is None else 1 / measured_on.bandwidth
     ring = traffic.through == "workers"
-    if ring and all(each.workers == 1 for each in profiles):
+    untold = f"these fits with {own[0].strategy:.80} do not tell"
+    if ring and all(each.workers == 1 for each in own):
         raise ConfigError(
-            f"these fits with {profiles[0].strategy:.80} do not tell what workers take to exchange "
-            "anything, since one worker exchanges nothing: add the profile of a fit with 2 workers"
+            f"{untold} what workers take to exchange anything, since one worker exchanges nothing: "
+            "add the profile of a fit with 2 workers"
         )
-    step_fixed, step_per_row = _line(*_steps([*profiles, *others]))
-    costs = Costs(
-        step_fixed=step_fixed,
-        step_per_row=step_per_row,
-        slowest=max(each.slowest for each in (*profiles, *others)),
-        fixed=0.0,
-        per_byte=0.0,
-    )
-    sent = _exchanges(profiles, costs, measured_on)
-    passed, took = sent.passed, sent.seconds
-    if target is None and not len(passed):
-        raise ConfigError(
-            f"these fits with {profiles[0].strategy:.80} do not tell what exchanging a byte takes: "
-            "it exchanges while it trains on. Name the network, as in link='1 Gbit/s'"
-        )
-    message = low_message = 0.0
-    extra, per_byte = _line(passed, took) if len(passed) else (0.0, 0.0)
-    low_extra, low_per_byte = extra, per_byte
-    if ring and len(passed):
-        extra = low_extra = 0.0
-        per_byte = low_per_byte = float((took / passed).min())
-        if wire:
-            per_byte = min(per_byte, OVERHEAD * wire)
-        message = float(sent.hops @ (took - per_byte * passed) / (sent.hops @ sent.hops))
-        low_message = float(sent.hops @ (took - low_per_byte * passed) / (sent.hops @ sent.hops))
-    elif len(set(passed.tolist())) == 1:
-        # All of it for bytes, or no more than the wire takes for them.
-        extra, per_byte = 0.0, took.mean() / passed[0]
-        low_per_byte = min(wire, per_byte)
-        low_extra = (per_byte - low_per_byte) * passed[0]
-
-    def filled(extra: float, per_byte: float, message: float) -> Costs:
-        found = replace(costs, fixed=sent.alone + extra, per_byte=per_byte, message=message)
-        if target is None:
-            return found
-        # What the bytes took beyond the wire, they take there too.
-        own, there = max(per_byte - wire, 0.0), 1 / target.bandwidth
-        return replace(found, per_byte=own + there, message=message + target.latency, wire=there)
-
-    return Fitted(filled(extra, per_byte, message), filled(low_extra, low_per_byte, low_message))
-
-
-def _traffic(profile: Profile) -> Traffic:
-    assert profile.traffic is not None
-    return profile.traffic
-
-
-def _steps(profiles: Sequence[Profile]) -> tuple[Numbers, Numbers]:
-    """Sizes of minibatches, and the seconds that computing a step took with each."""
-    pure = [each for each in profiles if each.only_computes]
+    pure = [(each.batch_size, each.step_s) for each in profiles if each.only_computes]
     if not pure:
         raise ConfigError(
-            f"these fits with {profiles[0].strategy:.80} do not tell computing from sending "
-            "gradients, which goes on at the same time: add the profile of a fit with 1 worker"
+            f"{untold} computing from sending gradients, which goes on at the same time: add the "
+            "profile of a fit with 1 worker"
         )
-    return np.array([each.batch_size for each in pure]), np.array([each.step_s for each in pure])
+    fixed, per_row = _line(*np.array(pure).T)
+    slowest = max(each.slowest for each in profiles)
+    costs = Costs(step_fixed=fixed, step_per_row=per_row, slowest=slowest)
+    alone, (passed, hops, took) = _exchanges(own, traffic, costs, measured_on)
+    if target is None and not len(passed):
+        raise ConfigError(
+            f"{untold} what exchanging a byte takes: it exchanges while it trains on. Name the "
+            "network, as in link='1 Gbit/s'"
+        )
+    extra = per_byte = message = 0.0
+    if ring and len(passed):
+        per_byte = float((took / passed).min())
+        if wire and not low:
+            per_byte = min(per_byte, OVERHEAD * wire)
+        message = float(hops @ (took - per_byte * passed) / (hops @ hops))
+    elif len(set(passed.tolist())) == 1:
+        # All of it for bytes, or no more than the wire takes for them.
+        per_byte = float(took.mean() / passed[0])
+        if low:
+            per_byte, all_of_it = min(wire, per_byte), per_byte
+            extra = (all_of_it - per_byte) * float(passed[0])
+    elif len(passed):
+        extra, per_byte = _line(passed, took)
+    costs = replace(costs, fixed=alone + extra, per_byte=per_byte, message=message)
+    if target is None:
+        return costs
+    # What the bytes took beyond the wire, they take there too.
+    beyond, there = max(per_byte - wire, 0.0), 1 / target.bandwidth
+    return replace(costs, per_byte=beyond + there, message=message + target.latency, wire=there)
 
 
-@dataclass(frozen=True)
-class Sent:
-    """What profiles' exchanges took beyond what one takes in which nothing passes a link.
+def _exchanges(
+    profiles: Sequence[Profile], traffic: Traffic, costs: Costs, link: Link | None
+) -> tuple[float, Numbers]:
+    """What the profiles' exchanges took on their own links, if these are known.
 
-    Attributes:
-        passed: bytes that passed the busiest link, of each profile where some did.
-        hops: messages that waited for each other, of the same.
-        seconds: that these took, without the link's latency where that is known.
-        alone: seconds of an exchange in which nothing passes, the mean.
+    Returns:
+        Seconds of an exchange in which nothing passes a link, the mean; and of each in which
+        something does, the bytes that pass the busiest link, the messages that wait for each other,
+        and the seconds that both took beyond that, without the link's latency where it is known.
     """
-
-    passed: Numbers
-    hops: Numbers
-    seconds: Numbers
-    alone: float
-
-
-def _exchanges(profiles: Sequence[Profile], costs: Costs, link: Link | None) -> Sent:
-    """What the profiles' exchanges took on their own links, if these are known."""
     wire, latency = (0.0, 0.0) if link is None else (1 / link.bandwidth, link.latency)
-    waited, passing = [], []
+    alone, found = [], []
     for each in profiles:
-        traffic, per_host = _traffic(each), math.ceil(each.workers / each.hosts)
-        seconds = each.round_s
+        step_s, hops = costs.step_s(each.batch_size), traffic.hops(each.workers)
+        seconds = each.round_s - wire * traffic.state * len(each.epoch_seconds) / each.rounds
         if traffic.hidden == "backward":
-            seconds += max(each.step_s - costs.step_s(each.batch_size), 0.0) * traffic.every
-        seconds -= wire * traffic.state * len(each.epoch_seconds) / each.rounds
-        waited.append(max(seconds, 0.0))
-        sent = traffic.passing(each.workers if traffic.waits else 1, per_host)
+            seconds += max(each.step_s - step_s, 0.0) * traffic.every
+        passing = traffic.passing(each.workers if traffic.waits else 1, each.per_host)
         # What shows of what is exchanged behind steps is only what takes longer than they do.
-        passing.append(0.0 if traffic.hidden == "steps" else sent)
-    hops = [_traffic(each).hops(each.workers) for each in profiles]
-    own = [
-        max(s - latency * n, 0.0)
-        for s, n, sent in zip(waited, hops, passing, strict=True)
-        if not sent
+        if passing and traffic.hidden != "steps":
+            found.append((passing, hops, seconds, step_s * each.slowest))
+        else:
+            alone.append(max(seconds - latency * hops, 0.0))
+    rest = float(np.mean(alone)) if alone else 0.0
+    took = [
+        (passing, hops, max(traffic.whole(max(s - rest, 0.0), step_s) - latency * hops, 0.0))
+        for passing, hops, s, step_s in found
     ]
-    alone = float(np.mean(own)) if own else 0.0
-    rows = []
-    for each, seconds, n, sent in zip(profiles, waited, hops, passing, strict=True):
-        if sent:
-            step_s = costs.step_s(each.batch_size) * each.slowest
-            whole = _traffic(each).whole(max(seconds - alone, 0.0), step_s)
-            rows.append((sent, n, max(whole - latency * n, 0.0)))
-    passed, waiting, took = np.array(rows, dtype=np.float64).reshape(-1, 3).T
-    return Sent(passed, waiting, took, alone)
+    return rest, np.array(took, dtype=np.float64).reshape(-1, 3).T
 
 
 def _line(at: Numbers, values: Numbers) -> tuple[float, float]:

@@ -50,9 +50,7 @@ def most_workers(overhead: float, least_efficiency: float) -> float:
     return math.floor(((1 + overhead) / alpha - 1) / overhead + ROUNDING)
 
 
-def least_period(
-    sent: float, workers: int, bandwidth: float, step_s: float, *, both_ways: bool = True
-) -> int:
+def least_period(sent: float, workers: int, bandwidth: float, step_s: float) -> int:
     """The shortest period at which one server's link carries a round while the workers compute.
 
     Lemma 2 says how many servers carry a round of N workers, who all send and receive S bytes, in
@@ -65,46 +63,13 @@ def least_period(
         workers: N.
         bandwidth: of the driver's link, bytes a second.
         step_s: seconds of a step.
-        both_ways: whether what is sent and what is received pass one after the other; without, at
-            the same time, on links that carry both.
 
     Raises:
         ConfigError: no bandwidth, or no time.
     """
     if not (bandwidth > 0 and step_s > 0):
         raise ConfigError(f"nothing fits into {step_s:g} s at {bandwidth:g} bytes a second")
-    directions = 2 if both_ways else 1
-    return max(1, math.ceil(directions * sent * workers / (bandwidth * step_s) - ROUNDING))
-
-
-def least_period_for(
-    least_efficiency: float,
-    step_s: float,
-    round_s: float,
-    round_alone_s: float,
-    slowest: float = 1.0,
-) -> float:
-    """The shortest period at which waiting for rounds leaves the workers so efficient.
-
-    A step takes slowest step_s + round_s / p, one worker's step_s + round_alone_s / p; their ratio
-    is at least alpha from p = (alpha round_s - round_alone_s) / ((1 - alpha slowest) step_s) on.
-
-    Args:
-        least_efficiency: alpha, in (0, 1].
-        step_s: seconds of a step.
-        round_s: seconds of a round of all workers.
-        round_alone_s: seconds of a round of one worker.
-        slowest: how many times as long as the mean the slowest worker takes.
-
-    Returns:
-        A whole number of steps >= 1; infinity if there is none.
-    """
-    alpha = require_efficiency(least_efficiency)
-    missing = alpha * round_s - round_alone_s
-    if missing <= 0:
-        return 1
-    computed = (1 - alpha * slowest) * step_s
-    return max(1, math.ceil(missing / computed - ROUNDING)) if computed > 0 else math.inf
+    return max(1, math.ceil(2 * sent * workers / (bandwidth * step_s) - ROUNDING))
 
 
 def require_efficiency(alpha: float) -> float:

@@ -4,87 +4,28 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
+from sparkdl.figures import new_figure
 from sparkdl.planner import costs
-from sparkdl.planner.advice import Suggestion, draw, explained, suggested
+from sparkdl.planner.advice import Prediction, in_words, lemmas
 from sparkdl.planner.links import Link, require_efficiency
 from sparkdl.planner.profile import Profile, require_same
-from sparkdl.planner.traffic import Traffic, along
+from sparkdl.planner.traffic import Traffic
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sparkdl.strategies import ColorTrees
-
 WORKERS = (1, 2, 4, 8, 16)
 MODEL_ERROR = 0.15
 """What predictions may be off by besides: benchmarks/planning.py holds them to it."""
-MOST = 100_000
-"""Workers beyond which nothing is planned."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """An epoch.
-
-    Attributes:
-        workers: how many.
-        batch_size: rows per minibatch of each.
-        period: steps between two exchanges.
-        aggregation: where means are formed; None if the strategy leaves no choice.
-        parts: where its seconds go.
-        low: the fewest seconds that it may take.
-        high: the most.
-        efficiency: one worker's seconds / these / workers.
-        whose: the busiest link is: ``the driver's`` or ``the workers'``.
-    """
-
-    workers: int
-    batch_size: int
-    period: int
-    aggregation: str | None
-    parts: costs.Parts
-    low: float
-    high: float
-    efficiency: float
-    whose: str
-
-    @property
-    def seconds(self) -> float:
-        """Of an epoch."""
-        return self.parts.seconds
-
-    @property
-    def bound(self) -> str:
-        """What takes most of the time, in words."""
-        others = self.parts.uneven, self.parts.passing, self.parts.fixed
-        return self.obstacle if max(others) > self.parts.computing else "computing"
-
-    @property
-    def obstacle(self) -> str:
-        """What takes most of the time beside computing, in words."""
-        parts, sent = self.parts, self.sent
-        named = {
-            "waiting for the slowest worker": parts.uneven,
-            max(sent, key=sent.__getitem__): parts.passing,
-            "what rounds take whatever they send": parts.fixed,
-        }
-        return max(named, key=named.__getitem__)
-
-    @property
-    def sent(self) -> dict[str, float]:
-        """What takes the seconds of what is sent, in words, and how many."""
-        parts, link = self.parts, f"{self.whose} link{'s' if 'workers' in self.whose else ''}"
-        if parts.link is None:
-            return {f"{link} and the processors": parts.passing}
-        of_processors = "the processors' work on what is sent"
-        return {link: parts.link, of_processors: parts.passing - parts.link}
+LINKS = ("100 Mbit/s", "300 Mbit/s", "1 Gbit/s", "3 Gbit/s", "10 Gbit/s")
+"""Drawn beside the plan's own."""
 
 
 class Plan:
@@ -131,38 +72,31 @@ class Plan:
                 "bf16 or PowerSGD) and whatever passes through the driver in a fixed size and "
                 "period; or measure it with each number of workers"
             )
+        self.traffic: Traffic = first.traffic
+        self.own, self.per_host = first.aggregation, first.per_host
         self.link = None if link is None else Link.parse(link)
         self.measured_on = None if measured_on is None else Link.parse(measured_on)
-        self.workers = sorted({_count(each) for each in workers})
+        self.network = self.link or self.measured_on
+        self.workers = sorted({require_whole("workers", each, 1) for each in workers})
         if not self.workers:
             raise ConfigError(f"workers={workers!r} are none to plan for")
         self.rows = first.rows if rows is None else require_whole("rows", rows, 1)
-        sizes = {each.batch_size for each in self.profiles}
         self.batch_size = first.batch_size
         if batch_size is not None:
             self.batch_size = require_whole("batch_size", batch_size, 1)
+            sizes = {each.batch_size for each in self.profiles}
             if len(sizes) < 2 and self.batch_size not in sizes:
                 raise ConfigError(
                     f"the fits had minibatches of {first.batch_size} rows only, which does not "
                     f"tell what {batch_size} rows take: add a profile with another batchSize"
                 )
-        self.traffic: Traffic = first.traffic
-        self.own = first.aggregation
-        self._by_place: dict[str | None, list[Profile]] = {}
-        for each in self.profiles:
-            self._by_place.setdefault(each.aggregation, []).append(each)
-        self.costs = {where: self._fit(where, self.link) for where in self.aggregations}
-        self.per_host = math.ceil(first.workers / first.hosts)
-
-    @property
-    def aggregations(self) -> list[str | None]:
-        """Where the fits formed their means, the first one's place first."""
-        return list(self._by_place)
+        self.aggregations = list(dict.fromkeys(each.aggregation for each in self.profiles))
+        self._costs = {where: self._fit(where, self.link) for where in self.aggregations}
 
     @property
     def not_measured(self) -> list[str]:
         """Where means could be formed too, which no fit did."""
-        others = [each for each in self.traffic.places if each not in self._by_place]
+        others = [each for each in self.traffic.places if each not in self.aggregations]
         return [each for each in others if each != "hierarchical" or self.per_host > 1]
 
     def predict(
@@ -172,7 +106,6 @@ class Plan:
         aggregation: str | None = None,
         period: int | None = None,
         link: Link | None = None,
-        reduction: ColorTrees | None = None,
     ) -> Prediction:
         """What an epoch would take.
 
@@ -181,26 +114,32 @@ class Plan:
             aggregation: where means are formed, one of ``aggregations``; None for the first.
             period: steps between two exchanges; None for the fits'.
             link: what connects the hosts; None for the plan's.
-            reduction: trees along which workers add up; None for the fits' way.
 
         Raises:
             ConfigError: no fit formed its means there, or something cannot be planned for.
         """
-        count = _count(workers)
         where = self.own if aggregation is None else aggregation
-        traffic = replace(self._traffic(where, period), **along(reduction))
-        fitted = self.costs[where] if link is None else self._fit(where, link)
-
-        def epoch(model: costs.Costs, workers: int) -> costs.Parts:
-            return model.epoch(
-                traffic,
-                rows=self.rows,
-                workers=workers,
-                batch_size=self.batch_size,
-                per_host=self.per_host,
+        if where not in self.aggregations:
+            raise ConfigError(
+                f"aggregation={where!r} was not measured, and what an exchange takes there does "
+                "not follow from its bytes: fit once with it on 2 workers, and give the plan both "
+                "summaries"
             )
-
-        parts, alone = epoch(fitted.costs, count), epoch(fitted.costs, 1)
+        traffic = next(each.traffic for each in self.profiles if each.aggregation == where)
+        assert traffic is not None
+        if period is not None:
+            self._require_period()
+            traffic = replace(traffic, period=require_whole("period", period, 1))
+        fitted, low = self._costs[where] if link is None else self._fit(where, link)
+        epoch = partial(
+            costs.Costs.epoch,
+            traffic=traffic,
+            rows=self.rows,
+            batch_size=self.batch_size,
+            per_host=self.per_host,
+        )
+        count = require_whole("workers", workers, 1)
+        parts, alone = epoch(fitted, workers=count), epoch(fitted, workers=1)
         error = math.hypot(MODEL_ERROR, self.profiles[0].spread or 0.0)
         return Prediction(
             workers=count,
@@ -208,10 +147,10 @@ class Plan:
             period=traffic.period,
             aggregation=where,
             parts=parts,
-            low=epoch(fitted.low, count).seconds * (1 - error),
+            low=epoch(low, workers=count).seconds * (1 - error),
             high=parts.seconds * (1 + error),
             efficiency=alone.seconds / (count * parts.seconds),
-            whose="the workers'" if traffic.through == "workers" else "the driver's",
+            link="the workers' links" if traffic.through == "workers" else "the driver's link",
         )
 
     @property
@@ -237,7 +176,7 @@ class Plan:
             ]
         )
 
-    def best(self, efficiency: float = 0.8, *, max_period: int | None = None) -> Suggestion:
+    def best(self, efficiency: float = 0.8, *, max_period: int | None = None) -> Prediction:
         """The fastest epoch that still uses its workers well.
 
         Args:
@@ -251,7 +190,7 @@ class Plan:
         alpha = require_efficiency(efficiency)
         longest = self.traffic.period
         if max_period is not None:
-            self.require_period()
+            self._require_period()
             longest = max(longest, require_whole("max_period", max_period, 1))
         found = [
             each
@@ -260,7 +199,18 @@ class Plan:
             for each in [self._least_period(workers, where, alpha, longest)]
             if each.efficiency >= alpha
         ]
-        return suggested(self, min(found, key=lambda each: (each.seconds, each.workers)))
+        best = min(found, key=lambda each: (each.seconds, each.workers))
+        own = {"period": self.traffic.period, "aggregation": self.own}
+        changed = {name: each for name in own if (each := getattr(best, name)) != own[name]}
+        params = {"numWorkers": best.workers, "batchSize": best.batch_size}
+        because = ", and no more workers were asked for"
+        if best.workers < self.workers[-1]:
+            period = changed.get("period")
+            more = self.predict(best.workers + 1, aggregation=best.aggregation, period=period)
+            because = f"; {more.workers} workers would have {more.efficiency:.0%}, because of "
+            because += more.obstacle
+        strategy = {"strategy": changed} if changed else {}
+        return replace(best, params=params | strategy, because=because)
 
     def _least_period(
         self, workers: int, aggregation: str | None, alpha: float, longest: int
@@ -276,7 +226,51 @@ class Plan:
 
     def explain(self) -> str:
         """What bounds the training with the most workers of the plan, and what would move that."""
-        return explained(self)
+        most, (fitted, _) = self.workers[-1], self._costs[self.own]
+        now, step = self.predict(most), fitted.step_s(self.batch_size)
+        by_bytes, rest = fitted.exchange(self.traffic, most, self.per_host)
+        parts = {
+            "computing": now.parts.computing,
+            "waiting for the slowest worker": now.parts.uneven,
+            **now.sent,
+            "what rounds take whatever they send": now.parts.fixed,
+        }
+        ordered = sorted(filter(parts.get, parts), key=parts.__getitem__, reverse=True)
+        return "\n".join(
+            [
+                f"Measured with {self._measured_with} {self.profiles[0].machine}.",
+                f"A step of {self.batch_size} rows takes {in_words(step)}; an exchange of {most} "
+                f"workers takes {in_words(by_bytes + rest)}, of which {in_words(rest)} whatever is "
+                "sent.",
+                f"With {most} workers an epoch takes {now.range} at an efficiency of "
+                f"{now.efficiency:.0%}: "
+                + ", ".join(f"{each} {in_words(parts[each])}" for each in ordered)
+                + ".",
+                *lemmas(fitted, self.traffic, most, step, self.network),
+                *(f"{name}: {in_words(each.seconds)}." for name, each in self._changes(most)),
+                *(
+                    f"Not compared: aggregation={where!r}, which no fit had. What an exchange "
+                    "takes there does not follow from its bytes: fit once with it on 2 workers, "
+                    "and give the plan both."
+                    for where in self.not_measured
+                ),
+            ]
+        )
+
+    def _changes(self, workers: int) -> Iterator[tuple[str, Prediction]]:
+        """What could be changed, and the epoch that it would give."""
+        for where in self.aggregations[1:]:
+            at = partial(self.predict, aggregation=where)
+            counts = range(2, workers + 1)
+            first = next((n for n in counts if at(n).seconds < self.predict(n).seconds), None)
+            from_here = f", faster from {first} workers on" if first else ""
+            yield f"With aggregation={where!r}{from_here}", at(workers)
+        if self.traffic.hidden != "backward":
+            period = 2 * self.traffic.period
+            yield f"With period={period}", self.predict(workers, period=period)
+        if self.network is not None:
+            faster = replace(self.network, bandwidth=2 * self.network.bandwidth)
+            yield f"On links of {faster}", self.predict(workers, link=faster)
 
     def plot(self) -> Any:
         """Draw speed-up, where the time goes, and what faster links would buy.
@@ -287,7 +281,27 @@ class Plan:
         Raises:
             SetupError: matplotlib is not installed.
         """
-        return draw(self)
+        import pandas as pd
+
+        figure = new_figure(13, 3.8)
+        speed, parts, links = figure.subplots(1, 3)
+        table = self.table.assign(speed=lambda each: each.workers * each.efficiency)
+        table.pivot(index="workers", columns="aggregation", values="speed").plot(
+            ax=speed, marker="o", title="Speed-up", ylabel="times as fast as one"
+        )
+        where = "computing", "uneven", "passing", "fixed"
+        found = [self.predict(each).parts for each in self.workers]
+        pd.DataFrame(
+            [[getattr(each, name) for name in where] for each in found], self.workers, where
+        ).plot.bar(ax=parts, stacked=True, rot=0, title="Where the time goes", xlabel="workers")
+        at = {each.bandwidth: each for each in (*map(Link.parse, LINKS), self.link) if each}
+        pd.DataFrame(
+            {n: [self.predict(n, link=at[b]).seconds for b in sorted(at)] for n in self.workers},
+            [8e-6 * each for each in sorted(at)],
+        ).plot(ax=links, loglog=True, title="What links and workers buy", xlabel="Mbit/s")
+        for axes in (parts, links):
+            axes.set_ylabel("seconds an epoch")
+        return figure
 
     def __repr__(self) -> str:
         on = f" on links of {self.link}" if self.link else ""
@@ -296,59 +310,26 @@ class Plan:
         )
         return (
             f"Plan of {self.profiles[0].model or 'the model'}, {self.rows:,} rows an epoch{on}; "
-            f"measured with {self.measured_with} {self.profiles[0].machine}\n{shown}"
+            f"measured with {self._measured_with} {self.profiles[0].machine}\n{shown}"
         )
 
     def _repr_html_(self) -> str:
         return str(self.table.to_html(index=False, float_format="{:.3g}".format))
 
     @property
-    def measured_with(self) -> str:
-        """The numbers of workers of the fits, in words."""
+    def _measured_with(self) -> str:
         counts = sorted({each.workers for each in self.profiles})
         plural = "s" if counts != [1] else ""
         return f"{' and '.join(map(str, counts))} worker{plural}:"
 
-    @property
-    def network(self) -> Link | None:
-        """The links that are planned for, if they are known."""
-        return self.link or self.measured_on
+    def _fit(self, where: str | None, link: Link | None) -> tuple[costs.Costs, costs.Costs]:
+        """Costs as predicted, and at the lower end of what the profiles leave open."""
+        fit = partial(costs.fit, self.profiles, where, link, self.measured_on)
+        return fit(), fit(low=True)
 
-    def _fit(self, where: str | None, link: Link | None) -> costs.Fitted:
-        others = [each for each in self.profiles if each.aggregation != where]
-        return costs.fit(self._by_place[where], link, self.measured_on, others=others)
-
-    def _traffic(self, where: str | None, period: int | None) -> Traffic:
-        """What is exchanged where means are formed there, with another period if there is one."""
-        if where not in self._by_place:
-            known = where in self.traffic.places
-            raise ConfigError(
-                f"aggregation={where!r} "
-                + (
-                    "was not measured, and what an exchange takes there does not follow from its "
-                    "bytes: fit once with it on 2 workers, and give the plan both summaries"
-                    if known
-                    else f"is none of {self.profiles[0].strategy:.80}'s"
-                )
-            )
-        traffic = self._by_place[where][0].traffic
-        assert traffic is not None
-        if period is not None:
-            self.require_period()
-            traffic = replace(traffic, period=require_whole("period", period, 1))
-        return traffic
-
-    def require_period(self) -> None:
-        """Check that the strategy has a period to change."""
+    def _require_period(self) -> None:
         if self.traffic.hidden == "backward":
             raise ConfigError(
                 f"{self.profiles[0].strategy:.80} exchanges in every step and has no period: raise "
                 "batchSize, or train with ParameterAveraging"
             )
-
-
-def _count(value: Any) -> int:
-    count = require_whole("workers", value, 1)
-    if count > MOST:
-        raise ConfigError(f"workers must be a whole number <= {MOST:,}, got {value!r}")
-    return count

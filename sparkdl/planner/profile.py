@@ -35,14 +35,12 @@ class Profile:
         aggregation: where means were formed; None if the strategy leaves no choice.
         traffic: what was exchanged; None if there is no formula for it.
         rows: of an epoch, all workers' together.
-        parameters: numbers in the model.
-        trained: those of them that are trained.
+        trained: numbers in the model that are trained.
         model_bytes: of the model's parameters and buffers.
         worker_step_s: seconds that each worker computed and made minibatches in a step, by rank.
         round_s: seconds that an exchange held up the slowest worker, beyond its own steps.
         rounds: exchanges that this is the mean of.
         epoch_seconds: of the epochs that were counted.
-        warm: whether the first epoch was left out.
     """
 
     model: str
@@ -54,14 +52,12 @@ class Profile:
     aggregation: str | None
     traffic: Traffic | None
     rows: int
-    parameters: int
     trained: int
     model_bytes: int
     worker_step_s: tuple[float, ...]
     round_s: float
     rounds: int
     epoch_seconds: tuple[float, ...]
-    warm: bool
 
     @property
     def step_s(self) -> float:
@@ -73,6 +69,11 @@ class Profile:
     def slowest(self) -> float:
         """How many times as long as the mean the slowest worker takes, >= 1."""
         return max(self.worker_step_s) / self.step_s
+
+    @property
+    def per_host(self) -> int:
+        """Workers on each host."""
+        return math.ceil(self.workers / self.hosts)
 
     @property
     def only_computes(self) -> bool:
@@ -139,14 +140,12 @@ class Profile:
             aggregation=setup.aggregation,
             traffic=setup.traffic,
             rows=round(rows),
-            parameters=setup.parameters,
             trained=setup.trained,
             model_bytes=setup.model_bytes,
             worker_step_s=tuple((busy / passes / np.maximum(steps, 1)).tolist()),
             round_s=max(0.0, float(waited)) / rounds,
             rounds=rounds * len(epochs),
             epoch_seconds=tuple(each.seconds for each in epochs),
-            warm=warm,
         )
 
     def to_json(self) -> str:
@@ -169,16 +168,14 @@ class Profile:
             if told["format"] != FORMAT:
                 raise ConfigError(f"it has format {told['format']!r}, this version {FORMAT}")
             made: Profile = read(cls, {each.name: told[each.name] for each in fields(cls)})
-            seconds = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
             counts = [made.workers, made.hosts, made.batch_size, made.rows, made.rounds]
+            seconds = [made.round_s, *made.worker_step_s, *made.epoch_seconds]
             if made.traffic is not None:
                 counts += [made.traffic.period, made.traffic.fragments, made.traffic.buckets]
                 seconds += [made.traffic.up, made.traffic.down, made.traffic.state]
-                if made.traffic.colors:
-                    counts += [made.traffic.colors, math.ceil(made.traffic.chunk)]
             if not all(math.isfinite(x) and x >= 0 for x in seconds) or not made.step_s:
                 raise ConfigError("its seconds or bytes are not numbers >= 0")
-            if not all(isinstance(each, int) and each >= 1 for each in counts):
+            if min(counts) < 1:
                 raise ConfigError("its numbers of workers, rows and rounds are not >= 1")
             return made
         except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
@@ -201,7 +198,7 @@ def require_same(profiles: Sequence[Profile]) -> None:
         raise ConfigError("a plan needs at least one profile")
     first = profiles[0]
     for each in profiles[1:]:
-        for name in ("model", "parameters", "trained", "model_bytes", "algorithm"):
+        for name in ("model", "trained", "model_bytes", "algorithm"):
             ours, theirs = getattr(first, name), getattr(each, name)
             if ours != theirs:
                 raise ConfigError(

@@ -1,7 +1,6 @@
 """What replicas exchange: how many bytes, over which links, how often.
 
-The table of docs/strategies.md is generated from ``TABLE``, and what it says is tested against
-``traffic_of`` strategies.
+What the table of docs/strategies.md says is tested against ``traffic_of`` strategies.
 """
 
 from __future__ import annotations
@@ -11,42 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparkdl.collective.tree_sum import height_of, usable_colors
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparkdl.protocols import Layout
-    from sparkdl.strategies import ColorTrees, Strategy
+    from sparkdl.strategies import Strategy
 
-THE_DRIVERS, EACH_WORKERS = "the driver's", "each worker's"
-TABLE = (
-    ("`GradientAllReduce()`", "2 P (N - 1) / N", EACH_WORKERS),
-    (
-        "the same with `PowerSGD(r)`",
-        "8 r (n + m) (N - 1) / N for each matrix of n rows and m columns",
-        EACH_WORKERS,
-    ),
-    ("averaging, elastic averaging, outer optimizers in the driver", "N P / p", THE_DRIVERS),
-    ('averaging by host, `aggregation="hierarchical"`, on H hosts', "H P / p", THE_DRIVERS),
-    ("averaging and elastic averaging among executors", "2 P (N - 1) / (N p)", EACH_WORKERS),
-    ("streaming DiLoCo with `float4`", "1.01 N P / (4 p)", THE_DRIVERS),
-)
-"""Strategy, bytes a step over the busiest link in its busier direction, whose link that is."""
 PLACES = ("driver", "executors", "hierarchical")
 """Where ``ParameterAveraging`` forms means."""
-TREE_MESSAGE = 2.5
-"""What the messages of a step along trees take / a message of gloo's ring, in processor time: 1.9
-to 2.5 with 8 and 16 workers. It counts for a link's latency too, of which a step has one, so that
-gains are predicted smaller than they are there."""
 BACKWARD = 2 / 3
 """The part of a step that is its backward pass: twice the arithmetic of the forward pass."""
-
-
-def table() -> str:
-    """The table as Markdown."""
-    rows = "".join(f"| {' | '.join(row)} |\n" for row in TABLE)
-    return f"| | bytes per step | the busiest link is |\n|---|---|---|\n{rows}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +28,7 @@ class Traffic:
 
     Attributes:
         through: ``driver``, ``hosts`` (the driver, with one contribution a host) or ``workers``
-            (summed among themselves, in a ring or along trees).
+            (summed among themselves, in a ring).
         up: bytes that a worker contributes in a period.
         down: bytes that it is sent back; 0 among the workers, where they pass in the same sums.
         period: steps in which all values are exchanged once.
@@ -67,8 +40,6 @@ class Traffic:
             backward pass; the last one cannot.
         state: bytes that the driver is sent at the end of an epoch beside them.
         places: values of the strategy's ``aggregation`` that would exchange the same values.
-        colors: how many trees the workers are asked to sum along; 0 for a ring.
-        chunk: bytes of a message along trees, > 0; 0 around a ring.
     """
 
     through: Literal["driver", "hosts", "workers"]
@@ -81,8 +52,6 @@ class Traffic:
     buckets: int = 1
     state: float = 0.0
     places: tuple[str, ...] = ()
-    colors: int = 0
-    chunk: float = 0.0
 
     @property
     def every(self) -> float:
@@ -97,7 +66,7 @@ class Traffic:
             per_host: how many of them are on one host.
         """
         if self.through == "workers":
-            return 2 * min(workers - 1, 1) if self.colors else 2 * (workers - 1) / workers
+            return 2 * (workers - 1) / workers
         return math.ceil(workers / per_host) if self.through == "hosts" else workers
 
     def bytes_a_step(self, workers: int, per_host: int = 1) -> float:
@@ -106,22 +75,11 @@ class Traffic:
 
     def passing(self, workers: int, per_host: int = 1) -> float:
         """Bytes over the busiest link one after the other in an exchange that all wait for."""
-        if self.colors and workers > 1:
-            steps, chunks = self._steps(workers)
-            return steps / chunks * self.up
         return self.load(workers, per_host) * (self.up + self.down) / self.fragments
 
-    def hops(self, workers: int) -> float:
+    def hops(self, workers: int) -> int:
         """Messages of an exchange that wait for each other, each for the link's latency."""
-        if self.colors:
-            return TREE_MESSAGE * self._steps(workers)[0] * self.buckets if workers > 1 else 0
         return 2 * (workers - 1) * self.buckets if self.through == "workers" else 2
-
-    def _steps(self, workers: int) -> tuple[int, int]:
-        """Of a sum along trees of D levels, 2 (D + m - 1), and its m chunks."""
-        colors = usable_colors(workers, self.colors)
-        chunks = max(1, math.ceil(self.up / self.buckets / colors / self.chunk))
-        return 2 * (height_of(workers, colors) + chunks - 1), chunks
 
     def shown(self, seconds: float, step_s: float) -> float:
         """What is waited for of an exchange, the rest of which the backward pass hides.
@@ -155,14 +113,15 @@ def traffic_of(
 
     Returns:
         None where the bytes depend on the values, on a schedule, or on how the strategy's own code
-        uses a group of workers.
+        uses a group of workers, and for sums along trees, whose time does not follow from them.
     """
     from sparkdl.strategies import All, ElasticAveraging, GradientAllReduce, ParameterAveraging
 
     summed = sum(each.numel * each.center_dtype.itemsize for each in layout)
     state = sum(each.numel * each.dtype.itemsize for each in layout)
     period = getattr(strategy, "period", 1)
-    if strategy.needs.peers or not isinstance(period, int):
+    along_trees = getattr(strategy, "reduction", None) is not None
+    if strategy.needs.peers or along_trees or not isinstance(period, int):
         return None
     if isinstance(strategy, GradientAllReduce):
         gradients = list(trained)
@@ -174,7 +133,6 @@ def traffic_of(
             return None
         whole = sum(each.numel() * each.element_size() for each in gradients)
         return Traffic(
-            **along(strategy.reduction),
             through="workers",
             up=sent,
             period=strategy.accumulate,
@@ -189,7 +147,6 @@ def traffic_of(
             return Traffic(through="hosts", up=state, down=state, period=period, places=PLACES)
         elastic = isinstance(strategy, ElasticAveraging)
         return Traffic(
-            **along(None if isinstance(strategy, ElasticAveraging) else strategy.reduction),
             through="workers",
             up=summed,
             period=period,
@@ -217,11 +174,6 @@ def traffic_of(
         hidden="steps" if goes_on else "",
         places=PLACES if plain and strategy.round_policy.in_step else (),
     )
-
-
-def along(trees: ColorTrees | None) -> dict[str, Any]:
-    """The fields of traffic along trees, or around a ring."""
-    return {} if trees is None else {"colors": trees.colors, "chunk": trees.chunk_kb * 1024}
 
 
 def _gradients(compression: Any, trained: Iterable[Tensor]) -> float | None:

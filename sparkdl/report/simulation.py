@@ -127,7 +127,7 @@ def simulate(
     exchanges = [exchange_of(each, state, workers, topology) for each in compared]
     own = profile.strategy not in map(repr, compared)
     sent = profile.traffic
-    if strategies is None and own and sent is not None and not sent.colors:
+    if strategies is None and own and sent is not None:
         exchanges.append(of_traffic(f"as fitted: {profile.strategy}", sent))
     if not exchanges:
         raise ConfigError("strategies is empty: name one or more, or None for the usual ones")

@@ -31,13 +31,11 @@ def profile(workers: int, *, exchange_s: float | None = None, **changes: Any) ->
         "aggregation": "driver",
         "traffic": sent,
         "rows": STEPS * BATCH,
-        "parameters": 250_000,
         "trained": 250_000,
         "model_bytes": 1_000_000,
         "worker_step_s": (STEP_S,) * workers,
         "round_s": seconds,
         "rounds": 100,
         "epoch_seconds": (1.0, 1.0, 1.0),
-        "warm": True,
     }
     return Profile(**{**known, **changes})

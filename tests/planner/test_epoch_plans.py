@@ -75,9 +75,9 @@ def test_averaging_in_the_driver_speeds_up_as_the_table_of_lemma_1_says(
 def test_as_many_workers_are_suggested_as_lemma_1_allows() -> None:
     overhead = A_BYTE * 2 * BYTES / (PERIOD * STEP_S + FIXED_S)
     many = BATCH * PERIOD * 720_720  # divisible by many numbers of workers
-    assert of_two(rows=many, workers=[40]).best(0.8).num_workers == most_workers(overhead, 0.8)
+    assert of_two(rows=many, workers=[40]).best(0.8).workers == most_workers(overhead, 0.8)
     best = of_both(rows=many, workers=[40]).best(0.8)
-    assert (best.num_workers, best.aggregation) == (40, "executors")
+    assert (best.workers, best.aggregation) == (40, "executors")
     assert best.params["strategy"] == {"aggregation": "executors"}
 
 
@@ -338,14 +338,14 @@ def test_the_best_is_what_a_search_over_all_finds() -> None:
             if each.efficiency >= alpha
         ]
         fastest = min(efficient, key=lambda each: each.seconds)
-        assert (best.num_workers, best.aggregation) == (fastest.workers, fastest.aggregation)
+        assert (best.workers, best.aggregation) == (fastest.workers, fastest.aggregation)
 
 
 def test_a_longer_period_is_suggested_only_if_it_may_be_and_no_longer_than_it_must() -> None:
     plan = of_two(link="100 Mbit/s", workers=[8], rows=BATCH * PERIOD * 720_720)
-    assert plan.best(0.8).num_workers < 8
+    assert plan.best(0.8).workers < 8
     best = plan.best(0.8, max_period=1000)
-    assert best.num_workers == 8
+    assert best.workers == 8
     assert plan.predict(8, aggregation=best.aggregation, period=best.period).efficiency >= 0.8
     shorter = plan.predict(8, aggregation=best.aggregation, period=best.period - 1)
     assert shorter.efficiency < 0.8
@@ -354,7 +354,7 @@ def test_a_longer_period_is_suggested_only_if_it_may_be_and_no_longer_than_it_mu
 
 def test_where_nothing_is_efficient_one_worker_is_best() -> None:
     plan = Plan([profile(2, exchange_s=10.0)], workers=[4])
-    assert plan.best(1.0).num_workers == 1
+    assert plan.best(1.0).workers == 1
 
 
 def test_a_plan_says_where_it_was_measured_what_bounds_it_and_what_would_move_that() -> None:
@@ -392,19 +392,7 @@ def test_every_kind_of_plan_can_be_explained(sent: Traffic, place: str | None) -
     for link in (None, "1 Gbit/s, 1 ms"):
         plan = Plan(fits, link=link)
         assert "With 16 workers an epoch takes" in plan.explain()
-        assert plan.best().num_workers >= 1
-
-
-def test_trees_are_named_where_their_messages_save_more_than_their_bytes_cost() -> None:
-    """Small gradients with late messages: 30 of a ring's, 10 of the trees'."""
-    for octets, pays in ((1e3, True), (1e8, False)):
-        sent = replace(GRADIENTS, up=octets)
-        fits = [profile(each, traffic=sent, aggregation=None) for each in (1, 2)]
-        told = Plan(fits, link=Link(1e9, 1e-3)).explain()
-        assert ("With reduction=ColorTrees(), which is for CPUs" in told) == pays
-    along = replace(AMONG, up=1e3, colors=4, chunk=2.0**18)
-    fits = [profile(each, traffic=along, aggregation="executors") for each in (1, 2)]
-    assert "ColorTrees" not in Plan(fits, link=Link(1e9, 1e-3)).explain()
+        assert plan.best().workers >= 1
 
 
 def test_a_plan_is_drawn_as_speed_up_parts_of_the_time_and_seconds_by_link() -> None:
@@ -429,7 +417,6 @@ def test_a_plan_is_drawn_as_speed_up_parts_of_the_time_and_seconds_by_link() -> 
         ({"workers": []}, "none to plan for"),
         ({"workers": [0]}, "workers must be a whole number >= 1"),
         ({"workers": [2.5]}, "workers must be a whole number"),
-        ({"workers": [10**6]}, "<= 100,000"),
         ({"rows": 0}, "rows must be a whole number"),
         ({"batch_size": True}, "batch_size must be a whole number"),
     ],
@@ -443,7 +430,7 @@ def test_what_cannot_be_planned_for_is_refused(arguments: dict[str, Any], messag
     ("changes", "message"),
     [
         ({"model": "Other"}, "model is 'Net' in one and 'Other' in another"),
-        ({"parameters": 7}, "parameters is 250000 in one and 7"),
+        ({"trained": 7}, "trained is 250000 in one and 7"),
         ({"strategy": "AsynchronousSGD()"}, "algorithm is"),
     ],
 )
@@ -463,7 +450,7 @@ def test_no_profile_and_a_strategy_without_a_formula_are_refused() -> None:
                 )
             ]
         )
-    with pytest.raises(ConfigError, match="is none of"):
+    with pytest.raises(ConfigError, match="was not measured"):
         of_two().predict(2, aggregation="elsewhere")
 
 
@@ -474,4 +461,4 @@ def vars_of(given: Any) -> dict[str, Any]:
 def test_a_thousand_workers_are_searched_in_a_moment() -> None:
     """A prediction is arithmetic: nothing of it grows with the workers."""
     best = of_two(workers=[1000], rows=10**9).best(0.9, max_period=50)
-    assert 1 < best.num_workers <= 1000
+    assert 1 < best.workers <= 1000

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.links import Link, least_period, least_period_for, most_workers
+from sparkdl.planner.links import Link, least_period, most_workers
 
 OVERHEADS = st.floats(1e-4, 10)
 EFFICIENCIES = st.floats(0.05, 1)
@@ -43,7 +43,6 @@ def test_only_one_worker_is_as_efficient_as_one() -> None:
 def test_lemma_2_for_alexnet_on_four_workers(bandwidth: float, servers: int) -> None:
     """244 MB, a step of one second: 10 GbE needs 2 servers or steps a round, 1 GbE needs 16."""
     assert least_period(244e6, 4, bandwidth, 1.0) == servers
-    assert least_period(244e6, 4, bandwidth, 1.0, both_ways=False) == servers // 2
 
 
 @given(workers=st.integers(1, 64), step_s=st.floats(1e-3, 1))
@@ -54,30 +53,6 @@ def test_from_the_least_period_on_a_round_takes_no_longer_than_its_steps(
     round_s = 2 * sent * workers / bandwidth
     by_counting = next(p for p in range(1, 100_000) if p * step_s >= round_s * (1 - 1e-9))
     assert least_period(sent, workers, bandwidth, step_s) == by_counting
-
-
-@given(
-    alpha=st.floats(0.1, 0.95),
-    round_s=st.floats(0.01, 5),
-    alone=st.floats(0, 1),
-    slowest=st.floats(1, 1.04),
-)
-def test_from_the_least_period_on_the_workers_are_so_efficient(
-    alpha: float, round_s: float, alone: float, slowest: float
-) -> None:
-    step_s, alone = 0.05, alone * round_s
-
-    def at(period: int) -> float:
-        return (step_s + alone / period) / (slowest * step_s + round_s / period)
-
-    period = int(least_period_for(alpha, step_s, round_s, alone, slowest))
-    assert at(period) >= alpha - 1e-6
-    assert period == 1 or at(period - 1) < alpha + 1e-6
-
-
-def test_where_no_period_is_efficient_the_least_is_infinite() -> None:
-    assert least_period_for(1.0, 0.05, 1.0, 0.5) == math.inf
-    assert least_period_for(0.9, 0.05, 1.0, 0.5, slowest=1.5) == math.inf
 
 
 @every("alpha", [0, -0.1, 1.01, float("nan"), "0.8", True, None])

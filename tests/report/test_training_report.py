@@ -165,14 +165,12 @@ def profile(**changes: Any) -> Profile:
         "aggregation": "driver",
         "traffic": sent,
         "rows": ROWS,
-        "parameters": 250_000,
         "trained": 250_000,
         "model_bytes": 1_000_000,
         "worker_step_s": (STEP_S, STEP_S),
         "round_s": 0.01,
         "rounds": 100,
         "epoch_seconds": (1.0, 1.0, 1.0),
-        "warm": True,
     }
     return Profile(**{**known, **changes})
 

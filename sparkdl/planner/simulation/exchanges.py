@@ -166,6 +166,11 @@ def exchange_of(
         sent = TO_PAIRS * parameters * strategy.compression.fraction
         common |= {"period": strategy.accumulate}
         return Exchange(**common, way="group", up=sent, topology="gather")
+    if getattr(strategy, "reduction", None) is not None:
+        raise ConfigError(
+            f"{common['name']} sums along trees of several colours, which are not simulated: drop "
+            "reduction, or leave the strategy out of strategies"
+        )
     layout, traffic = float32_layout(kinds), None
     compressed = getattr(strategy, "compression", None) not in (None, "fp16", "bf16")
     if not compressed:
@@ -200,15 +205,7 @@ def of_traffic(
         traffic: what it exchanges.
         strategy: that one; without it, everyone is waited for in each round.
         topology: how workers sum among themselves.
-
-    Raises:
-        ConfigError: they sum along trees.
     """
-    if traffic.colors:
-        raise ConfigError(
-            f"{name} sums along trees of several colours, which are not simulated: drop reduction, "
-            "or leave the strategy out of strategies"
-        )
     ways: dict[str, Any] = {"driver": "driver", "hosts": "hosts", "workers": "group"}
     hides = traffic.period if traffic.hidden == "steps" else 0
     return Exchange(

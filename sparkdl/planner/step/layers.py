@@ -113,7 +113,7 @@ def layer_balance(
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Attributes the operations of a forward pass to the layer that runs, or ran last.
+    """Attributes the operations of a forward pass to the layer that was called last.
 
     Args:
         module: the module.
@@ -135,28 +135,24 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.handles: list[Any] = []
         self._counter, self._counted = counter, 0
         self._factors: dict[str, int] = {}
-        self._stack: list[str] = []
-        self._last = ""
+        self._last, self._inside = "", False
         for name, layer in module.named_modules():
             if next(layer.parameters(recurse=False), None) is not None:
-                before = partial(self._before, name)
-                self.handles += [
-                    layer.register_forward_pre_hook(before, with_kwargs=True),
-                    layer.register_forward_hook(self._after),
-                ]
+                before, after = partial(self._before, name), partial(self._after, name)
+                self.handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+                self.handles.append(layer.register_forward_hook(after))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         counted = getattr(func, "_overloadpacket", func) in self._counter.flop_registry
         if not counted and _works(func):
-            layer = self._stack[-1] if self._stack else self._last
-            self.not_counted.setdefault(func.name(), {})[layer] = None
+            self.not_counted.setdefault(func.name(), {})[self._last] = None
         if not isinstance(func, OpOverload):
             return NotImplemented
         return func(*args, **(kwargs or {}))
 
     def _before(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
         self.attribute()
-        self._stack.append(name)
+        self._last, self._inside = name, True
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if name not in self.layers:
             trained = any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False))
@@ -167,21 +163,21 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name or kind, kind, 0, 0, 0, _first_bytes(given), type(layer) is nn.Linear
             )
 
-    def _after(self, layer: nn.Module, given: Any, output: Any) -> None:
+    def _after(self, name: str, layer: nn.Module, given: Any, output: Any) -> None:
         self.attribute()
-        self._last = self._stack.pop()
-        self.layers[self._last].output_bytes = _first_bytes(output)
+        self._inside = False
+        self.layers[name].output_bytes = _first_bytes(output)
 
     def attribute(self) -> None:
         """Give away the operations since the last call."""
-        name = self._stack[-1] if self._stack else self._last
-        if name in self.layers:  # else the first layer gets them
+        if self._last in self.layers:  # else the first layer gets them
             more = self._counter.get_total_flops() - self._counted
             self._counted += more
             # Between two layers both factors of a product have gradients, if any has.
-            factor = self._factors[name] if self._stack else 2 * bool(self._factors[name])
-            self.layers[name].flop += more * (1 + factor)
-            self.layers[name].backward_flop += more * factor
+            factor = self._factors[self._last]
+            factor = factor if self._inside else 2 * bool(factor)
+            self.layers[self._last].flop += more * (1 + factor)
+            self.layers[self._last].backward_flop += more * factor
 
 
 def _works(func: Any) -> bool:

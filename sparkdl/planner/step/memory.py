@@ -21,7 +21,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from sparkdl.user_code.tracebacks import message_of
 Example = Batch | Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """A minibatch: the model's inputs as one tensor, several or a dict; or a Batch, with labels."""
 
+Bytes = np.ndarray[Any, Any]
 _ROWS = 2
 """The least that batch normalization takes."""
 _LINEAR = 0.05
@@ -50,18 +51,12 @@ class StepMemory:
     """What a training step takes, in bytes.
 
     Attributes:
-        parameters: parameters and buffers.
-        gradients: theirs.
-        optimizer_state: what the optimizer keeps from step to step.
+        fixed: f_t of the module's docstring, shape (operations,).
+        by_row: s_t.
     """
 
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    fixed: np.ndarray[Any, Any] = field(repr=False)
-    """f_t of the module's docstring, shape (operations,)."""
-    by_row: np.ndarray[Any, Any] = field(repr=False)
-    """s_t."""
+    fixed: Bytes
+    by_row: Bytes
 
     def peak(self, batch_size: int) -> int:
         """The most bytes at any time of a step.
@@ -88,9 +83,9 @@ class StepMemory:
         if limit is None or self.peak(1) > limit:
             raise ConfigError(
                 f"a budget of {budget!r} bytes is too small: a step with one row takes "
-                f"{self.peak(1):,}, of which parameters, gradients and the optimizer's state are "
-                f"{self.parameters + self.gradients + self.optimizer_state:,}. Take a smaller "
-                "model, an optimizer that keeps less, or more memory"
+                f"{self.peak(1):,}, most of it parameters, gradients and the optimizer's state "
+                "unless the rows are large. Take a smaller model, an optimizer that keeps less, or "
+                "more memory"
             )
         grows = self.by_row > 0
         if not grows.any():
@@ -135,18 +130,10 @@ def step_memory(
                 live.timeline.clear()
                 replica.step(rows_of(batch, rows))
         timelines.append(np.array(live.timeline, dtype=float))
-    fixed, by_row = _lines(*timelines)
-    state = tree_leaves(replica.optimizer.state_dict()["state"])
-    return StepMemory(
-        parameters=Live(tensors_of(replica.module)).bytes,
-        gradients=sum(each.numel() * each.element_size() for each in replica.trainable()),
-        optimizer_state=Live(each for each in state if isinstance(each, Tensor)).bytes,
-        fixed=fixed,
-        by_row=by_row,
-    )
+    return _lines(*timelines)
 
 
-def _lines(*timelines: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _lines(*timelines: Bytes) -> StepMemory:
     if len({len(each) for each in timelines}) > 1:  # the model takes other ways for other rows
         timelines = tuple(each.max(keepdims=True) for each in timelines)
     few, more, most = timelines
@@ -160,7 +147,7 @@ def _lines(*timelines: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.n
             "not linear in the rows: what a larger minibatch takes cannot be told from them. Does "
             "the model compare all rows of a minibatch with each other?"
         )
-    return fixed, by_row
+    return StepMemory(fixed, by_row)
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

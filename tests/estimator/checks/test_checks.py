@@ -256,7 +256,7 @@ def test_probes_with_one_and_two_workers_make_a_plan_of_all_rows(
     assert not any(tmp_path.iterdir())
     best = plan.best(0.5)
     trained = given.copy(best.params)
-    assert trained.getNumWorkers() == best.num_workers
+    assert trained.getNumWorkers() == best.workers
     assert trained.getEpochs() == 7
     first = given.copy({"checkpointPath": None, "callbacks": None, "epochs": 2}).fit(rows)
     assert first.summary.plan(link="1 Gbit/s").predict(8).seconds > 0
