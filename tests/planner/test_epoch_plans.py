@@ -406,7 +406,7 @@ def test_a_plan_is_drawn_as_speed_up_parts_of_the_time_and_seconds_by_link() -> 
     heights = sum(bar.get_height() for bar in parts.patches)
     plan = of_two(link="1 Gbit/s")
     assert heights == pytest.approx(plan.predict(1).seconds + plan.predict(4).seconds)
-    assert len(links.lines) == 3
+    assert len(links.lines) == 2
 
 
 @every(

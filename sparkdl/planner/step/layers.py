@@ -206,7 +206,7 @@ def _count(replica: Replica, batch: Batch) -> tuple[tuple[Layer, ...], tuple[str
         handle.remove()
     if not (layers := count.layers):
         raise ModelError("no layer with parameters takes part in the forward pass")
-    works = set()
+    works: set[str] = set()
     for name, parameter in replica.module.named_parameters():
         # Attention uses the parameters of parts that it does not call.
         owner = name.rpartition(".")[0]

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -246,8 +247,8 @@ def probe(
     with in_words("the model cannot be copied and trained"):
         module = copy.deepcopy(model).train()
         module.zero_grad()
-        use, given = loss or mean_of_outputs, {"features_as_kwargs": features_as_kwargs}
-        return Replica(module, optimizer, use, device, precision=precision, **given)
+        make = partial(Replica, module, optimizer, loss or mean_of_outputs, device)
+        return make(precision=precision, features_as_kwargs=features_as_kwargs)
 
 
 def mean_of_outputs(outputs: Any, targets: Any) -> Tensor:
