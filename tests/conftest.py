@@ -45,7 +45,6 @@ STARTS_NOTHING = {
     "docs",
     "planner/simulation",
     "planner/step",
-    "testing",
     "user_code",
 }
 """Folders whose tests start no process and open no port, unless they are marked."""

@@ -135,13 +135,10 @@ def _places(
     devices: Sequence[str] | None,
     hosts: Sequence[str] | None,
 ) -> list[Placement]:
+    on = devices or ["cpu"] * world_size
+    networks = [Network(host=hosts[rank] if hosts else None) for rank in range(world_size)]
     return [
-        Placement(
-            rank=rank,
-            directory=directory,
-            device=devices[rank] if devices else "cpu",
-            network=Network(host=hosts[rank] if hosts else None),
-        )
+        Placement(rank=rank, directory=directory, device=on[rank], network=networks[rank])
         for rank in range(world_size)
     ]
 
@@ -170,30 +167,51 @@ def _processes(
     context.set_forkserver_preload([__name__, "pandas"])
     payload = cloudpickle.dumps(job)
 
+    workers: dict[int, multiprocessing.process.BaseProcess] = {}
+    over = threading.Event()
+
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
-        def start(rank: int, attempt: int) -> multiprocessing.process.BaseProcess:
-            worker = context.Process(
+        def start(rank: int, attempt: int) -> None:
+            placement = replace(places[rank], attempt=attempt)
+            workers[rank] = context.Process(
                 target=_train_in_process,
-                args=(
-                    payload,
-                    replace(places[rank], attempt=attempt),
-                    averager.address,
-                    shards[rank],
-                ),
+                args=(payload, placement, averager.address, shards[rank]),
                 name=f"rank {rank}",
             )
-            worker.start()
-            return worker
+            workers[rank].start()
 
-        keeper = _Keeper(start, len(shards), averager, restarts=job.survivable_losses)
+        def watch() -> None:
+            """Start a rank again whose process ends with an error, as Spark does."""
+            restarts, running = 0, set(workers)
+            while running:
+                ranks = {workers[rank].sentinel: rank for rank in running}
+                for sentinel in multiprocessing.connection.wait(list(ranks)):
+                    rank = ranks[sentinel]  # type: ignore[index]
+                    workers[rank].join()
+                    code = workers[rank].exitcode
+                    if code and not over.is_set() and restarts < job.survivable_losses:
+                        restarts += 1
+                        start(rank, restarts)
+                        continue
+                    running.discard(rank)
+                    if code and not over.is_set():
+                        lost = f"rank {rank} exited with code {code}"
+                        averager.fail(WorkerLostError(lost, ranks=(rank,)))
+
+        for rank in range(len(shards)):
+            start(rank, 0)
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             yield
         except BaseException:
-            keeper.kill()
+            over.set()
+            for worker in workers.values():
+                worker.kill()
             raise
         finally:
-            keeper.join(job.deadline_s)
+            watcher.join(job.deadline_s)
 
     return launch
 
@@ -206,60 +224,3 @@ def _train_in_process(
     os.setsid()
     defer_compiler()
     train(cloudpickle.loads(payload), placement, address, shard)
-
-
-class _Keeper:
-    """Watches the ranks' processes, and restarts one that ends with an error, as Spark does.
-
-    Args:
-        start: starts the process for a rank and an attempt.
-        world_size: number of ranks.
-        averager: is told when a process ends with an error and no restarts are left.
-        restarts: how many restarts there may be in all.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[int, int], multiprocessing.process.BaseProcess],
-        world_size: int,
-        averager: Averager,
-        restarts: int,
-    ) -> None:
-        self._start = start
-        self._averager = averager
-        self._restarts = restarts
-        self._over = False
-        self._workers = {rank: start(rank, 0) for rank in range(world_size)}
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def kill(self) -> None:
-        """Kill every process immediately."""
-        self._over = True
-        for worker in self._workers.values():
-            worker.kill()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the processes."""
-        self._thread.join(seconds)
-
-    def _watch(self) -> None:
-        ranks = {worker.sentinel: rank for rank, worker in self._workers.items()}
-        attempts = 0
-        while ranks:
-            for sentinel in multiprocessing.connection.wait(list(ranks)):
-                rank = ranks.pop(sentinel)  # type: ignore[arg-type]
-                worker = self._workers[rank]
-                worker.join()
-                if not worker.exitcode or self._over:
-                    continue
-                if attempts == self._restarts:
-                    self._averager.fail(
-                        WorkerLostError(
-                            f"rank {rank} exited with code {worker.exitcode}", ranks=(rank,)
-                        )
-                    )
-                    continue
-                attempts += 1
-                self._workers[rank] = self._start(rank, attempts)
-                ranks[self._workers[rank].sentinel] = rank

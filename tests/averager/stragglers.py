@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+
+from support.simulation.plan import random_plan
+from support.simulation.run import Outcome, simulate
 
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
-from sparkdl.testing.simulation import Outcome, random_plan, simulate
 
 
 class AllButStragglers(All):
@@ -29,15 +28,6 @@ class AllButStragglers(All):
         return entered >= group - self._spared
 
 
-def deciding_by(
-    policy: Callable[[], RoundPolicy], kind: type[Coordinator] = Coordinator
-) -> Callable[..., Coordinator]:
-    def coordinator(spec: RunSpec, *arguments: Any) -> Coordinator:
-        return kind(replace(spec, policy=policy()), *arguments)
-
-    return coordinator
-
-
 def outcomes(
     policy: Callable[[], RoundPolicy],
     seeds: Iterable[int],
@@ -45,7 +35,7 @@ def outcomes(
     kind: type[Coordinator] = Coordinator,
 ) -> list[Outcome]:
     """How simulated runs end whose epochs have so many times as many windows as usual."""
-    return [simulate(random_plan(seed, times=times), deciding_by(policy, kind)) for seed in seeds]
+    return [simulate(random_plan(seed, times=times), kind, policy=policy) for seed in seeds]
 
 
 class Calls:

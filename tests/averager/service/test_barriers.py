@@ -11,7 +11,9 @@ import pytest
 from decided import Told, do
 from decisions import Every, Run, commit, expect_failure, only, report, started
 from every_row import every
-from stragglers import Calls, deciding_by, outcomes
+from stragglers import Calls, outcomes
+from support.simulation.plan import random_plan
+from support.simulation.run import Outcome, Violation, simulate
 
 from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
@@ -19,7 +21,6 @@ from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
 from sparkdl.strategies.asynchronous.barriers import BoundedStaleness, SampledStaleness
-from sparkdl.testing.simulation import Outcome, Violation, random_plan, simulate
 
 MANY = 99
 """More than any world or epoch here has."""
@@ -357,31 +358,6 @@ def ended_by(barrier: Barrier, seeds: range) -> list[Outcome]:
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
-    ("barrier", "least", "most"),
-    [
-        (SSP(0), 0, 0),
-        (SSP(1), 1, 1),
-        (SSP(3), 3, 3),
-        (PBSP(MANY), 0, 0),
-        (PSSP(MANY, 2), 2, 2),
-        (PSSP(1, 1), 2, 6),
-        (PBSP(1), 1, 6),
-        (ASP(), 4, 6),
-        (Softsync(2), 3, 6),
-    ],
-    ids=str,
-)
-def test_in_every_schedule_nobody_goes_on_beyond_the_bound(
-    barrier: Barrier, least: int, most: int
-) -> None:
-    ended = ended_by(barrier, range(60))
-    assert sum(outcome.failure is None for outcome in ended) > 40
-    assert sum(outcome.losses for outcome in ended) > 10
-    assert least <= max(outcome.ahead for outcome in ended) <= most
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(
     ("barrier", "limit"),
     [
         (PBSP(0), ASP()),
@@ -404,7 +380,7 @@ def test_softsync_of_everyone_decides_like_bsp_in_every_schedule_without_faults(
     for seed in range(30):
         plan = replace(random_plan(seed, times=2), faults=())
         mine, other = (
-            simulate(plan, deciding_by(lambda: barrier.policy(1)))  # noqa: B023
+            simulate(plan, policy=lambda: barrier.policy(1))  # noqa: B023
             for barrier in (Softsync(MANY), BSP())
         )
         assert replace(mine, seconds=0) == replace(other, seconds=0)
@@ -432,7 +408,7 @@ def test_the_simulation_finds_a_policy_that(policy: type[BoundedStaleness], word
     def simulate_many() -> None:
         for seed in range(100):
             plan = random_plan(seed, times=2)
-            simulate(plan, deciding_by(lambda: policy(1, 1)), most_ahead=1)
+            simulate(plan, policy=lambda: policy(1, 1), most_ahead=1)
 
     with pytest.raises(Violation, match=words):
         simulate_many()

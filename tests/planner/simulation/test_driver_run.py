@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,13 @@ from every_row import every
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.cluster import Cluster, Epoch
-from sparkdl.planner.simulation.driver_run import DriverRun, SharedLink, Sum
-from sparkdl.planner.simulation.exchanges import exchange_of
+from sparkdl.planner.simulation.driver_run import DriverRun
+from sparkdl.planner.simulation.engine import Clock, SharedLink, Sum
+from sparkdl.planner.simulation.exchanges import Exchange, Topology, exchange_of
 from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
+from sparkdl.report import simulation
+from sparkdl.report.simulation import STRATEGIES as USUAL
+from sparkdl.report.simulation import simulate_epoch
 from sparkdl.strategies import (
     ASP,
     BSP,
@@ -25,6 +32,8 @@ from sparkdl.strategies import (
     AsynchronousSGD,
     Barrier,
     ElasticAveraging,
+    GossipAveraging,
+    GradientAllReduce,
     OuterOptimizer,
     ParameterAveraging,
     Softsync,
@@ -35,12 +44,19 @@ LINK = Link(12.5e6)
 LARGE = 4e6
 
 
+STATE = {"parameters": LARGE, "buffers": 0.0, "optimizer": LARGE}
+
+
+def cluster(**given: Any) -> Cluster:
+    usual: dict[str, Any] = {"workers": 8, "link": LINK, "times": LogNormal(0.1)}
+    return Cluster(**usual | given)
+
+
 def run(strategy: Strategy[Any], steps: int, octets: float = LARGE, **given: Any) -> DriverRun:
-    usual: dict[str, Any] = {"workers": 4, "link": LINK, "times": LogNormal(0.1)}
-    cluster = Cluster(**usual | given)
+    of = cluster(**{"workers": 4} | given)
     state = {"parameters": octets, "buffers": 0.0, "optimizer": 0.0}
-    exchange = exchange_of(strategy, state, cluster.workers)
-    return DriverRun(exchange, cluster, exchange.windows(steps, 10_000))
+    exchange = exchange_of(strategy, state, of.workers)
+    return DriverRun(exchange, of, exchange.windows(steps, 10_000))
 
 
 def epoch(strategy: Strategy[Any], steps: int, octets: float = LARGE, **given: Any) -> Epoch:
@@ -174,31 +190,158 @@ def test_losses_that_no_epoch_survives_are_an_error_in_words() -> None:
 
 def test_transfers_share_a_link_equally() -> None:
     """Of 10, 20 and 30 bytes at 10 a second, begun at 0, 0 and 1: after 2.5, 4.5 and 6 s."""
-    link = SharedLink(10.0)
-    link.add(0.0, 10, "a")
-    link.add(0.0, 20, "b")
-    link.add(1.0, 30, "c")
-    ended = []
-    while link.ends < float("inf"):
-        ended.append((link.ends, link.pop()))
-    assert ended == [(pytest.approx(2.5), "a"), (pytest.approx(4.5), "b"), (pytest.approx(6), "c")]
+    clock, ended = Clock(), list[float]()
+    link = SharedLink(clock, 10.0)
+    for at, octets in ((0.0, 10), (0.0, 20), (1.0, 30)):
+        clock.at(at, lambda octets=octets: link.add(octets, lambda: ended.append(clock())))  # type: ignore[misc]
+    while clock.step():
+        pass
+    assert ended == pytest.approx([2.5, 4.5, 6])
 
 
 def test_a_sum_takes_ranks_in_order_and_does_without_those_left_out() -> None:
-    total = Sum(1.0, in_order=True)
+    clock, added = Clock(), list[tuple[int, float]]()
+    total = Sum(clock, 1.0, lambda rank: added.append((rank, clock())), in_order=True)
     total.open((0, 1, 2))
-    total.add(2, 0.0)
-    assert total.ends == float("inf")
-    total.add(0, 5.0)
-    assert (total.ends, total.pop()) == (6.0, 0)
-    total.skip(1, 7.0)
-    assert (total.ends, total.pop()) == (8.0, 2)
+    for at, call, rank in ((0.0, total.add, 2), (5.0, total.add, 0), (7.0, total.skip, 1)):
+        clock.at(at, partial(call, rank))
+    while clock.step():
+        pass
+    assert added == [(0, 6.0), (2, 8.0)]
 
 
 def test_one_time_and_the_next_are_drawn_for_the_rank_that_takes_them() -> None:
     """A worker that is four times as slow takes four times as long in each window."""
     slow = run(ElasticAveraging(1, mode="asynchronous"), 5, 4.0, workers=1, slow={0: 4.0})
-    usual = replace(slow._cluster, slow={})
+    usual = replace(slow.cluster, slow={})
     assert slow.train().lasted == pytest.approx(
-        4 * DriverRun(slow._exchange, usual, [1] * 5).train().lasted, rel=1e-4
+        4 * DriverRun(slow.exchange, usual, [1] * 5).train().lasted, rel=1e-4
     )
+
+
+STRATEGIES: list[Strategy[Any]] = [
+    *USUAL,
+    ParameterAveraging(aggregation="hierarchical"),
+    ParameterAveraging(cutoff=1),
+    ElasticAveraging(mode="hogwild"),
+    ElasticAveraging(mode="round_robin"),
+    AsynchronousSGD(barrier=ASP()),
+    OuterOptimizer(20, fragments=2, overlap=3, wire_dtype="float4"),
+    GossipAveraging(mode="symmetric"),
+]
+
+
+PASSING_S = 0.32
+COMPUTING_S = 0.13 / 0.87 * 16 * PASSING_S
+STAIRS: list[tuple[ElasticAveraging, Topology, int | None, float]] = [
+    (ElasticAveraging(1, mode="round_robin"), "ring", None, 4.74),
+    (ElasticAveraging(1, aggregation="executors"), "tree", 0, 3.06),
+    (ElasticAveraging(1, aggregation="executors"), "ring", 0, 1.41),
+    (ElasticAveraging(1, aggregation="executors"), "ring", None, 0.78),
+]
+"""As measured by ``bc8c4b4b:benchmarks/studies/elastic_staircase.py``, in seconds a step."""
+
+
+def stair(strategy: ElasticAveraging, topology: Topology, overlap: int | None) -> float:
+    exchange = replace(exchange_of(strategy, STATE, 8, topology), commit=0.0)
+    if overlap is not None:
+        exchange = replace(exchange, overlap=overlap)
+    return simulate_epoch(exchange, cluster(times=LogNormal(COMPUTING_S)), 60).seconds / 60
+
+
+@every("strategy, topology, overlap, measured", STAIRS)
+def test_the_staircase_of_easgd_is_as_high_as_measured(
+    strategy: ElasticAveraging, topology: Topology, overlap: int | None, measured: float
+) -> None:
+    assert stair(strategy, topology, overlap) == pytest.approx(measured, rel=0.15)
+
+
+@every("workers", [4, 16, 64])
+def test_a_star_a_tree_and_a_ring_overtake_each_other_where_their_closed_forms_say(
+    workers: int,
+) -> None:
+    """With latency a, S seconds for the model on a link, N workers and L = log2 N::
+
+        star  2 a + 2 N S       tree  2 L (a + S)       ring  2 (N - 1) (a + S / N)
+
+    So a star is fastest up to S = a (L - 1) / (N - L), then a tree is, and a ring from
+    S = a (N - 1 - L) / (L - 1 + 1 / N) on. The star is the averager's, in the driver.
+    """
+    log, latency = math.log2(workers), 1e-3
+    link = Link(1e9, latency)
+    star_tree = latency * (log - 1) / (workers - log)
+    tree_ring = latency * (workers - 1 - log) / (log - 1 + 1 / workers)
+    for model_s, first in (
+        (0.95 * star_tree, "star"),
+        (1.05 * star_tree, "tree"),
+        (0.95 * tree_ring, "tree"),
+        (1.05 * tree_ring, "ring"),
+    ):
+        octets = model_s * link.bandwidth
+        ways: dict[str, dict[str, Any]] = {
+            "star": {"way": "driver", "up": octets, "down": octets},
+            "tree": {"way": "group", "up": octets, "topology": "tree"},
+            "ring": {"way": "group", "up": octets, "topology": "ring"},
+        }
+        of = cluster(workers=workers, link=link, times=LogNormal(1e-9))
+        seconds = {
+            name: simulate_epoch(Exchange(name=name, **way), of, 10).seconds
+            for name, way in ways.items()
+        }
+        assert min(seconds, key=seconds.__getitem__) == first, (model_s, seconds)
+
+
+@every("strategy", STRATEGIES)
+def test_more_bandwidth_never_takes_longer(strategy: Strategy[Any]) -> None:
+    exchange = exchange_of(strategy, STATE, 8)
+    speeds = (1e5, 1e6, 1e7, 1e8, 1e9, 1e10)
+    seconds = [
+        simulate_epoch(exchange, cluster(link=Link(speed, 1e-4)), 60).seconds for speed in speeds
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    # Those that are cut off miss a round; in a round robin, all wait for their turns.
+    assert seconds[-1] == pytest.approx(6.0, rel=0.6 if "cutoff" in exchange.name else 0.15)
+
+
+@every("strategy", STRATEGIES)
+def test_with_links_that_take_no_time_the_slowest_worker_s_steps_are_an_epoch(
+    strategy: Strategy[Any],
+) -> None:
+    exchange = exchange_of(strategy, STATE, 8)
+    found = simulate_epoch(exchange, cluster(link=Link(1e15), slow={2: 1.5}), 60)
+    assert found.seconds == pytest.approx(60 * 0.15, rel=0.2)
+    assert found.seconds >= 60 * 0.15
+    assert found.did[0] == pytest.approx(60 * 0.1 * 8.5, rel=1e-6)
+
+
+def test_a_worker_alone_has_nobody_to_exchange_with_but_the_driver() -> None:
+    alone = cluster(workers=1, link=Link(1.0))
+    for strategy in STRATEGIES:
+        exchange = replace(exchange_of(strategy, STATE, 1), commit=0.0)
+        if exchange.way not in ("driver", "hosts"):
+            found = simulate_epoch(exchange, alone, 60)
+            assert (found.seconds, found.sent) == (pytest.approx(6.0), 0.0)
+
+
+def test_ten_thousand_workers_take_a_thousand_rounds() -> None:
+    """Within a minute of processor time for each strategy that rounds of all are computed for."""
+    of = cluster(workers=10_000, link=Link(1.25e9, 1e-4), times=LogNormal(0.1, 0.3))
+    for strategy in (ParameterAveraging(), GradientAllReduce(), GossipAveraging(5)):
+        exchange = exchange_of(strategy, STATE, 10_000)
+        began = time.process_time()
+        found = simulate_epoch(exchange, of, 1000 * exchange.period)
+        assert time.process_time() - began < 60
+        assert (found.rounds, found.part) == (1000, 1.0)
+
+
+def test_what_is_too_much_to_decide_on_is_taken_to_go_on_as_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = cluster(workers=30, link=Link(1.25e8), times=LogNormal(0.1, 0.3))
+    exchange = exchange_of(AsynchronousSGD(1, barrier=SSP(3)), STATE, 30)
+    whole = simulate_epoch(exchange, of, 600)
+    monkeypatch.setattr(simulation, "MOST_DECISIONS", 30 * 200)
+    some = simulate_epoch(exchange, of, 600)
+    assert (whole.part, some.part) == (1.0, pytest.approx(1 / 3))
+    assert some.seconds == pytest.approx(whole.seconds, rel=0.05)
+    assert some.figures["driver_bytes"] == pytest.approx(whole.figures["driver_bytes"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+
+OTHER_DELAYS = 10
 
 
 class Kind(Enum):
@@ -122,10 +125,32 @@ def random_plan(seed: int, *, times: int = 1) -> Plan:
         exchanges_rows=draw.random() < 0.3,
     )
     if saves and draw.random() >= 0.7:
-        failing = Fault(
-            Kind.FAILING_STORAGE,
-            after=draw.randrange(1, 30 * workers),
-            seconds=draw.choice((0.1, 2.0, 20.0)),
-        )
+        after, seconds = draw.randrange(1, 30 * workers), draw.choice((0.1, 2.0, 20.0))
+        failing = Fault(Kind.FAILING_STORAGE, after, seconds=seconds)
         plan = replace(plan, faults=(*faults, failing))
     return replace(plan, pass_s=draw.choice((0.0, 0.0, plan.delay_s / 2)))
+
+
+def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
+    """Make a failing plan smaller, as long as it fails."""
+    while smaller := next(filter(fails, _smaller(plan)), None):
+        plan = smaller
+    return plan
+
+
+def _smaller(plan: Plan) -> Iterator[Plan]:
+    # What is left of the faults may need other delays.
+    for seed in (plan.seed, *range(OTHER_DELAYS)):
+        for index in range(len(plan.faults)):
+            rest = plan.faults[:index] + plan.faults[index + 1 :]
+            yield replace(plan, faults=rest, seed=seed)
+    if plan.epochs > 1:
+        yield replace(plan, epochs=plan.epochs - 1)
+    if plan.chunks > 1:
+        yield replace(plan, chunks=1)
+    *fewer, _ = windows = plan.windows
+    if fewer and len(fewer) not in {fault.rank for fault in plan.faults}:
+        yield replace(plan, windows=tuple(fewer), min_workers=min(plan.min_workers, len(fewer)))
+    for rank, count in enumerate(windows):
+        if count > 1:
+            yield replace(plan, windows=(*windows[:rank], count - 1, *windows[rank + 1 :]))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from sparkdl.averager.coordination.actions import Decision
-from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
+from support.simulation.network import Link, Selector, Stream
+from support.simulation.workers import PRIME, trained
+
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.run_events import Position, Progress, RunEvent
@@ -18,18 +21,18 @@ from sparkdl.averager.service.saving import Saving
 from sparkdl.averager.service.server import Averager as RealAverager
 from sparkdl.averager.service.server import EdgeOptions, Snapshot
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.testing.simulation.center import Center, trained
-from sparkdl.testing.simulation.network import Clock, Selector, Stream
 from sparkdl.transport.channel import Channel
-from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.service import STAGING_BYTES, Handler, Service
 
 if TYPE_CHECKING:
-    from sparkdl.testing.simulation.run import Simulation
+    from support.simulation.run import Simulation
 
 T = TypeVar("T")
+
+TOLERANCE = 1e-12 * PRIME
+"""Values are up to a few times PRIME, and their rounding errors stay even where they cancel."""
 
 
 class _Channel(Channel):
@@ -52,45 +55,20 @@ class _InMemory(Service):
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._posted = queue.SimpleQueue()
         self._tick_at, self._accepted = now(), 0
-        self.selector = Selector()
-        self._selector = cast(Any, self.selector)
-
-    def accept(self, stream: Stream) -> None:
-        """Serve a connection; that both ends know the token is no matter here."""
-        channel = _Channel(stream, self._staging, self._touch)
-        self._accepted += 1
-        channel.number = self._accepted
-        self._sessions[channel] = None
-        channel.begin(self._introduction(channel))
-        self._touched.add(channel)
+        self._selector = cast(Any, Selector())
 
 
 class Averager(RealAverager, _InMemory):
     """The averager, in one thread with the workers.
 
     Args:
-        decides: makes what makes the decisions.
+        run: what it is part of, which is told what happens, and checks it.
         spec: how the run is planned.
         restart: where it goes on.
-        center: the center that the rounds change.
-        pass_s: how long it takes for what it found at one look, in seconds.
-        clock: the run's clock.
-        observer: is told what happens, and checks it.
     """
 
-    center: Center
-
-    def __init__(
-        self,
-        decides: Callable[..., Coordinator],
-        spec: RunSpec,
-        restart: Restart,
-        center: Center,
-        pass_s: float,
-        clock: Clock,
-        observer: Simulation,
-    ) -> None:
-        self._clock, self._pass_s, self._observer = clock, pass_s, observer
+    def __init__(self, run: Simulation, spec: RunSpec, restart: Restart) -> None:
+        self._run, self._clock = run, run.clock
         self._paused_until = 0.0
         self._is_due = False
         # The members that are being sent the center.
@@ -98,37 +76,33 @@ class Averager(RealAverager, _InMemory):
         # The center from which each rank goes on, and the number of updates before it.
         self._begun: dict[int, tuple[list[float], int]] = {}
         self._updates = 0
-        self._decisions: list[Decision] = []
-        edge = EdgeOptions(now=lambda: clock.now)
-        super().__init__(spec, center.spec, Snapshot(center=center.values), edge)
-        self.coordinator, self.center = decides(spec, clock.now, restart), center
+        edge = EdgeOptions(now=run.clock)
+        super().__init__(spec, run.spec, Snapshot(center=run.center.values), edge)
+        self.coordinator = run.decides(spec, run.clock.now, restart)
+        self.center = run.center
         self._look_soon()
 
-    def end_conversations(self) -> None:
-        """End all conversations now, and not whenever their memory is collected."""
-        self._close_all()
+    @property
+    def numbers(self) -> list[float]:
+        """The number of each fragment of the center."""
+        first, *others = (segment.tolist() for segment in self.center.values)
+        assert all(other == first for other in others), "the chunks of one sum differ"
+        return first
 
     def pause(self, seconds: float) -> None:
         """Do nothing for a while; what arrives is handled afterwards."""
         self._paused_until = max(self._paused_until, self._clock.now + seconds)
 
-    @property
-    def remembered(self) -> int:
-        """How many things are remembered that eventually have to be forgotten."""
-        this = self.coordinator.round
-        waiting = this.entered, this.late, this.queue, this.ranks.windows
-        return len(self.by_member) + sum(map(len, waiting))
-
-    def knows(self, rank: int) -> bool:
-        """Whether a worker of that rank is connected and has introduced itself."""
-        return any(member.rank == rank for member in self.by_member)
-
     # In place of a thread.
 
-    def accept(self, stream: Stream) -> None:
-        """Serve a connection."""
-        stream.on_room = stream.link.up.on_arrival = self._look_soon
-        super().accept(stream)
+    def accept(self, link: Link) -> None:
+        """Serve a connection; that both ends know the token is no matter here."""
+        channel = _Channel(cast(Any, Stream(link, self._look_soon)), self._staging, self._touch)
+        self._accepted += 1
+        channel.number = self._accepted
+        self._sessions[channel] = None
+        channel.begin(self._introduction(channel))
+        self._touched.add(channel)
         self._look_soon()
 
     def post(self, call: Callable[[], None]) -> None:
@@ -137,10 +111,7 @@ class Averager(RealAverager, _InMemory):
         self._look_soon()
 
     def elsewhere(
-        self,
-        job: Callable[[], T],
-        then: Callable[[Future[T]], None],
-        pool: DaemonPool | None = None,
+        self, job: Callable[[], T], then: Callable[[Future[T]], None], pool: object = None
     ) -> None:
         """Do something at once, whose end is noticed at the next look."""
         future: Future[T] = Future()
@@ -157,27 +128,27 @@ class Averager(RealAverager, _InMemory):
             self._clock.at(self._paused_until, self._look)
             return
         self._is_due = False
-        found, ticks_at = self.selector.select(), self._tick_at
+        found, ticks_at = self._selector.select(), self._tick_at
         self._iterate()
         if self._tick_at != ticks_at:
             self._clock.at(self._tick_at, self._look_soon)
         if found:
-            self.pause(self._pass_s)
-        if self._touched or self.selector.select():
+            self.pause(self._run.plan.pass_s)
+        if self._touched or self._selector.select():
             self._look_soon()
 
     # Checks.
 
-    def tell(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
+    def tell(self, event: Any, *arguments: Any, **options: Any) -> None:
         """Have an event decided on, along with everything that follows from it."""
         if event.__name__ == "taken":
             self._reading.difference_update(arguments)
         super().tell(event, *arguments, **options)
 
-    def _decide(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
-        self._observer.before(event.__name__, saved=bool(options.get("saved")))
+    def _decide(self, event: Any, *arguments: Any, **options: Any) -> None:
+        self._run.before(event.__name__, saved=bool(options.get("saved")))
         super()._decide(event, *arguments, **options)
-        self._observer.decided(self.coordinator.do.decisions)
+        self._run.decided(self.coordinator.do.decisions)
 
     def open_sum(self, ranks: tuple[int, ...]) -> None:
         """Check that nobody reads what the sum overwrites."""
@@ -196,30 +167,31 @@ class Averager(RealAverager, _InMemory):
         self._begins_to_read(member)
         super().welcome(member)
 
-    def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
+    def reply(self, member: Member, **options: bool) -> None:
         """Remember what a worker goes on with."""
         self._begins_to_read(member)
-        super().reply(member, final=final, values=values, worker_state=worker_state)
+        super().reply(member, **options)
 
     def _begins_to_read(self, member: Member) -> None:
-        self._begun[member.rank] = self.center.numbers, self._updates
+        self._begun[member.rank] = self.numbers, self._updates
         if member in self.by_member:
             self._reading.add(member)
 
     def report(self, event: RunEvent) -> None:
-        """Tell the observer what it waits for."""
+        """Tell the run, which may wait for it."""
         super().report(event)
-        if isinstance(event, DataStatistics):
-            self._observer.statistics_known(event)
-        elif isinstance(event, EpochSummary):
-            self._observer.epoch_ended(event)
+        self._run.reported(event)
 
     def commit(self, contributions: Contributions) -> None:
         """Change the center, and check that it is what the windows give."""
-        windows = self._committed(contributions)
+        # Their reports follow the commit.
+        decisions = iter(self.coordinator.do.decisions)
+        next(each for each in decisions if contributions is next(iter(each.arguments), None))
+        told = (each.arguments[0] for each in takewhile(lambda d: d.action == "report", decisions))
+        windows = list(takewhile(lambda event: isinstance(event, WindowReport), told))
         weighted = [window for window in windows if window.weight]
         assert contributions.weights == tuple(window.weight for window in weighted)
-        fragment = self.center.rounds_of_epoch % self.center.fragments
+        fragment = self.center.rounds_of_epoch % self._run.spec.fragments
         values, begun = {}, {}
         for window in weighted:
             rank = window.rank
@@ -230,19 +202,17 @@ class Averager(RealAverager, _InMemory):
         staleness = max((window.staleness for window in weighted), default=0)
         assert contributions.staleness == staleness
         assert not staleness or not self.coordinator.round.policy.in_step
-        before = self.center.numbers[fragment]
+        expected = self.numbers[fragment]
         super().commit(contributions)
-        self.center.require(before, contributions, values, begun, fragment)
+        found, round_ = self.numbers[fragment], self.center._rounds
+        if values or self._run.spec.update.moves_alone(round_):
+            at = replace(contributions, round=round_)
+            expected = self._run.oracle(expected, at, values, begun)
+        assert math.isclose(found, expected, rel_tol=1e-12, abs_tol=TOLERANCE), (
+            f"the center is {found!r} after {contributions}, and the oracle's {expected!r}"
+        )
         self._updates += bool(weighted)
-        self._observer.committed(windows)
-
-    def _committed(self, contributions: Contributions) -> list[WindowReport]:
-        """The reports of the windows that a commit consists of, which follow it."""
-        decisions = iter(self.coordinator.do.decisions)
-        next(each for each in decisions if contributions is next(iter(each.arguments), None))
-        reports = takewhile(lambda each: each.action == "report", decisions)
-        events = (each.arguments[0] for each in reports)
-        return list(takewhile(lambda event: isinstance(event, WindowReport), events))
+        self._run.committed(windows)
 
     # Checkpoints.
 
@@ -251,8 +221,8 @@ class Averager(RealAverager, _InMemory):
         self.saving = Saving(cast(Any, None), progress, {}, {})
 
     def write_checkpoint(self) -> None:
-        """Let the observer write it."""
+        """Let the run write it."""
         assert self.saving is not None
         states = {n: b"".join(s.blocks(4096)) for n, s in self.saving.worker_states.items()}
         positions = {rank: Position(**json.loads(octets)) for rank, octets in states.items()}
-        self._observer.write(self.saving.progress, positions)
+        self._run.write(self.saving.progress, positions)

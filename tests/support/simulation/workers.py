@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from support.simulation.network import Link, Wire
+from support.simulation.plan import Plan
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.messages.run_events import Position
+from sparkdl.averager.values.center import CenterSpec
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
-from sparkdl.testing.simulation.center import Center, trained
-from sparkdl.testing.simulation.network import Clock, Link, Stream, Wire
-from sparkdl.testing.simulation.plan import Plan
-from sparkdl.transport.connecting import ServiceAddress
+from sparkdl.planner.simulation.engine import Clock
 from sparkdl.transport.connection import Connection
 
 START_S = 1.0
 RECONNECT_S = 0.05
 DEADLINE_S = 1200.0
-ADDRESS = ServiceAddress("tcp://simulated:1", "token")
+PRIME = (1 << 61) - 1
+
+
+def trained(center: float, rank: int, epoch: int, window: int) -> float:
+    """A replica after a window that began with ``center``.
+
+    It spreads like a hash: anything added twice, left out, added to another sum or trained from an
+    old center shows.
+    """
+    return (center * 31 + rank * 1_000_003 + epoch * 10_007 + window * 101 + 7) % PRIME
 
 
 class _Killed(BaseException):
@@ -35,24 +45,22 @@ class _Process:
     """A thread that runs only while the simulation waits for it, so only one ever does."""
 
     def __init__(self, live: Callable[[], None]) -> None:
-        self.over = False
         self._live = live
         self._error: BaseException | None = None
-        self._dies = False
+        self._over = self._dies = False
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()
-        self._thread = threading.Thread(target=self._run, name="sparkdl-simulated", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="sparkdl-simulated", daemon=True).start()
 
-    def go_on(self) -> None:
-        """Have it run until it waits, unless it is over."""
-        if self.over:
-            return
-        self._go.release()
-        self._back.acquire()
-        if self._error is not None:
-            raise self._error
+    def go_on(self, *, dies: bool = False) -> None:
+        """Have it run until it waits, or end where it waits, unless it is over."""
+        self._dies = dies
+        if not self._over:
+            self._go.release()
+            self._back.acquire()
+            if self._error is not None:
+                raise self._error
 
     def wait(self) -> None:
         """In its thread: wait for ``go_on``."""
@@ -60,11 +68,6 @@ class _Process:
         self._go.acquire()
         if self._dies:
             raise _Killed
-
-    def kill(self) -> None:
-        """End it where it waits."""
-        self._dies = True
-        self.go_on()
 
     def _run(self) -> None:
         self._go.acquire()
@@ -75,72 +78,45 @@ class _Process:
             pass
         except BaseException as error:
             self._error = error
-        self.over = True
+        self._over = True
         self._back.release()
 
 
-class _Client(AveragerClient):
-    """A client that connects in memory.
-
-    Args:
-        connect: opens a connection.
-        rank: as for a client; all other arguments, too.
-    """
-
-    def __init__(self, connect: Callable[[], Link], rank: int, center: Center, **options: object):
-        self._open = connect
-        super().__init__(
-            ADDRESS,
-            rank,
-            center.wire_format,
-            fragments=center.fragments,
-            deadline_s=DEADLINE_S,
-            **options,  # type: ignore[arg-type]
-        )
-
-    def _connect(self) -> Connection:
-        connection = Connection(self._open(), None, takes=self._takes)  # type: ignore[arg-type]
-        connection.send_header(self._hello)
-        return connection
-
-
+@dataclass(eq=False)
 class Worker:
-    """One rank, through all its attempts.
+    """One rank, through all its attempts; and where its client connects.
 
-    Args:
+    Attributes:
         rank: its rank.
         plan: the run's plan.
-        center: the averager's center, of which it knows the layout and the format.
+        center: how the averager's center is laid out, and travels.
         clock: the run's clock.
         draw: draws its speed and its links' delays.
         accept: has the averager accept a connection.
         attempt: the attempt of its task.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        plan: Plan,
-        center: Center,
-        clock: Clock,
-        draw: random.Random,
-        accept: Callable[[Stream], None],
-        attempt: int = 0,
-    ) -> None:
-        self.rank = rank
-        self.attempt = attempt
-        self._plan, self._center, self._clock, self._draw = plan, center, clock, draw
-        self._accept = accept
+    rank: int
+    plan: Plan
+    center: CenterSpec
+    clock: Clock
+    draw: random.Random
+    accept: Callable[[Link], None]
+    attempt: int = 0
+
+    uri = "tcp://simulated:1"
+
+    def __post_init__(self) -> None:
         self._link: Link | None = None
-        self._process: _Process | None = None
+        self._process: Any = None
         self._stalled_until = 0.0
         self._finished = False
         self._state = b""
         # What was to end a wait that is over does not happen.
         self._waits = 0
-        self._start_after(START_S * draw.random())
+        self.clock.after(START_S * self.draw.random(), self._end_of_wait())
 
-    def strike(self, *, restart_s: float | None, noticed_after_s: float = 0.0) -> None:
+    def strike(self, restart_s: float | None = None, noticed_after_s: float = 0.0) -> None:
         """Break the connection, if there is one, or kill the process.
 
         Args:
@@ -153,34 +129,36 @@ class Worker:
         if restart_s is None:
             if link is not None:
                 # It notices at once, and not after its window.
-                self._clock.after(0.0, self._end_of_wait())
+                self.clock.after(0.0, self._end_of_wait())
             return
         self.kill()
         if self._may_return:
             self.attempt += 1
             self._stalled_until = 0.0
-            self._start_after(START_S + restart_s)
+            self.clock.after(START_S + restart_s, self._end_of_wait())
 
     def stall(self, seconds: float) -> None:
         """Do nothing for a while."""
-        self._stalled_until = max(self._stalled_until, self._clock.now + seconds)
+        self._stalled_until = max(self._stalled_until, self.clock.now + seconds)
 
     def kill(self) -> None:
         """End the process; the averager learns nothing from it."""
         self._waits += 1
         if self._process is not None:
-            self._process.kill()
+            self._process.go_on(dies=True)
             self._process = None
+
+    def connect(self, rank: int, name: str, silence_s: float, takes: Any) -> Connection:
+        """Connect its client, as a ``ServiceAddress`` does."""
+        self._link = Link(self.clock, self.draw, self.plan.delay_s, self._wait_for)
+        self.accept(self._link)
+        return Connection(self._link, None, takes=takes)  # type: ignore[arg-type]
 
     @property
     def _may_return(self) -> bool:
-        return self._plan.max_failures > 0 and not self._finished
+        return self.plan.max_failures > 0 and not self._finished
 
     # Waiting.
-
-    def _start_after(self, seconds: float) -> None:
-        self._waits += 1
-        self._clock.after(seconds, self._end_of_wait())
 
     def _end_of_wait(self) -> Callable[[], None]:
         """What ends the present wait, unless it is over or the worker stalls."""
@@ -189,8 +167,8 @@ class Worker:
         def go_on() -> None:
             if waits != self._waits:
                 return
-            if self._clock.now < self._stalled_until:
-                self._clock.at(self._stalled_until, go_on)
+            if self.clock.now < self._stalled_until:
+                self.clock.at(self._stalled_until, go_on)
                 return
             self._waits += 1
             if self._process is None:
@@ -200,40 +178,31 @@ class Worker:
         return go_on
 
     def _sleep(self, seconds: float) -> None:
-        self._clock.after(seconds, self._end_of_wait())
-        self._wait()
+        self.clock.after(seconds, self._end_of_wait())
+        self._process.wait()
 
     def _wait_for(self, wire: Wire) -> None:
         wire.on_arrival = self._end_of_wait()
-        self._wait()
-
-    def _wait(self) -> None:
-        assert self._process is not None
         self._process.wait()
 
     # In its process.
 
-    def _connect(self) -> Link:
-        link = Link(self._clock, self._draw, self._plan.delay_s, self._wait_for)
-        self._link = link
-        self._accept(link.stream)
-        return link
-
     def _live(self) -> None:
-        client = _Client(
-            self._connect,
+        client = AveragerClient(
+            self,  # type: ignore[arg-type]
             self.rank,
-            self._center,
+            self.center.wire_format,
+            fragments=self.center.fragments,
+            deadline_s=DEADLINE_S,
             attempt=self.attempt,
             worker_state=lambda: self._state,
-            restart_state=(lambda: self._state) if self._plan.resubmissions else None,
-            now=lambda: self._clock.now,
+            restart_state=(lambda: self._state) if self.plan.resubmissions else None,
+            now=self.clock,
         )
-        while True:
+        while not self._finished:
             try:
                 self._train(client)
                 self._finished = True
-                return
             except DisconnectedError:
                 self._link = None
                 if not self._may_return:
@@ -242,17 +211,18 @@ class Worker:
                 client.reconnect()
             except StoppedError:
                 self._finished = True
-                return
 
     def _train(self, client: AveragerClient) -> None:
-        plan, replica = self._plan, self._center.replica()
-        self._sleep(self._draw.random())  # it reads its rows
+        plan, layout = self.plan, self.center.layout
+        replica = [torch.zeros(each.numel, dtype=torch.float64) for each in layout]
+        self._sleep(self.draw.random())  # it reads its rows
         shard = ShardStatistics(10 + self.rank, (), int(plan.validates))
         row_server = [self.rank] if plan.exchanges_rows else None
-        position = client.start(shard, replica, self._center.layout, row_server)
-        assert position is not None
+        position = client.start(shard, replica, layout, row_server)
         if client.resumes:
-            self._check_kept(client.resume(replica), position)
+            kept = client.resume(replica)
+            state = Position(**json.loads(kept)) if kept else position
+            assert position in (state, state.next_epoch()), f"{position} was kept with {state}"
         epoch_ended = client.epoch_ended
         while True:
             self._validate(client, position.epoch - 1, epoch_ended=epoch_ended)
@@ -271,45 +241,36 @@ class Worker:
         self, client: AveragerClient, replica: list[torch.Tensor], position: Position
     ) -> tuple[Position, bool]:
         """Train the next window; if none is left, say so with one that weighs nothing."""
-        windows, done = self._plan.windows[self.rank], position.step_of_epoch
+        windows, done = self.plan.windows[self.rank], position.step_of_epoch
         trains = done < windows
+        done += trains
         window = WindowReport(
             rank=self.rank,
             epoch=position.epoch,
             step=position.step + trains,
             examples=10 + self.rank if trains else 0,
             loss_sum=0.0,
-            last=done + trains == windows,
-            step_of_epoch=done + trains,
+            last=done == windows,
+            step_of_epoch=done,
         )
         if trains:
-            self._sleep(2 * self._draw.random() * self._plan.window_s)
+            self._sleep(2 * self.draw.random() * self.plan.window_s)
             fragment = client.next_fragment
             for segment in replica:
                 begun = segment[fragment].item()
                 segment[fragment] = trained(begun, self.rank, window.epoch, window.step_of_epoch)
-        self._state = json.dumps(dataclasses.asdict(Position.after(window))).encode()
+        self._state = json.dumps(asdict(Position.after(window))).encode()
         client.exchange(replica, window)
         return Position.after(window), window.last
 
     def _validate(self, client: AveragerClient, ended: int, *, epoch_ended: bool) -> None:
         """Report what was found after an epoch, and wait for what all found."""
-        if not self._plan.validates or not ended:
+        if not self.plan.validates or not ended:
             return
         if epoch_ended:
-            loss_sum = ended + self.rank
-            client.report_validation(
-                ValidationReport(
-                    rank=self.rank, epoch=ended, examples=1, loss_sum=loss_sum, weight=1.0
-                )
-            )
-        if ended < self._plan.epochs:
-            mean = (len(self._plan.windows) - 1) / 2
+            told = {"rank": self.rank, "epoch": ended, "examples": 1, "weight": 1.0}
+            client.report_validation(ValidationReport(**told, loss_sum=ended + self.rank))
+        if ended < self.plan.epochs:
+            mean = (len(self.plan.windows) - 1) / 2
             losses = client.epoch_losses(ended)
             assert list(losses) == [epoch + mean for epoch in range(1, ended + 1)]
-
-    def _check_kept(self, kept: bytes, position: Position) -> None:
-        """Check that what was kept of this worker belongs to where it goes on."""
-        if kept:
-            state = Position(**json.loads(kept))
-            assert position in (state, state.next_epoch()), f"{position} was kept with {state}"

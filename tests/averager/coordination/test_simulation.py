@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.shrinking import shrink
+from support.simulation.averager import Averager
+from support.simulation.plan import Fault, Kind, Plan, random_plan, shrink
+from support.simulation.run import Violation, simulate
 
 from sparkdl.averager.coordination.coordinator import Coordinator, event
 from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.coordination.rank_states import RankState, Window
-from sparkdl.testing.simulation import Fault, Kind, Plan, Violation, random_plan, simulate
-from sparkdl.testing.simulation.averager import Averager
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
