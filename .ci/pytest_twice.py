@@ -21,8 +21,6 @@ import pytest
 
 RECORD = Path("build/ci/flaky.txt")
 TIMES = 3
-GROUP = "@spark"
-"""What xdist appends to the ids of a group; the second run has none."""
 
 
 class Outcomes:
@@ -67,7 +65,7 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failed[report.nodeid.removesuffix(GROUP)] = None
+            self.failed[report.nodeid] = None
         elif report.passed and report.when == "call":
             self.passed.add(report.nodeid)
 

@@ -9,7 +9,9 @@ import random
 import re
 from collections import Counter
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,15 +74,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests on the shared cluster as one group, and variants that are for the night.
+    """Marks what is gate in rooms apart, and variants that are for the night.
 
     Of a ``nightly_variants`` test all but the first, or all but every nth, variants are nightly.
     """
     met = Counter[str]()
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        if "spark" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("spark"))
         if item.path.parent.name in APART and {"spark", "ranks"} & {*fixtures}:
             item.add_marker(pytest.mark.gate)
         mark = item.get_closest_marker("nightly_variants")
@@ -94,16 +94,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadGroupScheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadGroupScheduling | None:
     """One process has the cluster and its tests; the files of other tests go to who is free."""
     return ClusterScheduling(config, log) if config.option.dist == "loadgroup" else None
 
 
+HAS_SPARK = re.compile(r"[(\s\"]spark[:,)\"]|shared_session")
+"""In the text of a file with tests on the session."""
+
+
+@cache
+def scope_of(file: Path) -> str:
+    return "spark" if HAS_SPARK.search(file.read_text()) else str(file)
+
+
 class ClusterScheduling(LoadGroupScheduling):
-    """Keeps groups and files together."""
+    """Keeps the files with tests on the session together, and the tests of each other file.
+
+    By their text, for pytest 9.2 has no ids to which xdist 3.8 could append a group's name.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return str(super()._split_scope(nodeid)).partition("::")[0]
+        return scope_of(self.config.rootpath / nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(trylast=True)
@@ -113,16 +125,31 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+DAEMON = """
+import pandas
+import pyarrow
+import torch._dynamo
+from pyspark.daemon import manager
+
+manager()
+"""
+"""Forks processes that have what takes seconds to import: a failed task takes its own along."""
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """Three executors of one core each, in processes of their own."""
     directory = tmp_path_factory.mktemp("spark")
     os.environ["SPARK_LOCAL_DIRS"] = str(directory / "local")
+    (directory / "daemon_with_torch.py").write_text(DAEMON)
+    path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
     session = create_session(
         "sparkdl tests",
         master="local-cluster[3,1,1024]",
         conf={
             "spark.executor.memory": "1024m",
+            "spark.executorEnv.PYTHONPATH": path,
+            "spark.python.daemon.module": "daemon_with_torch",
             "spark.sql.shuffle.partitions": "3",
             "spark.sql.warehouse.dir": str(directory / "warehouse"),
             "spark.ui.enabled": "false",

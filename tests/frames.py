@@ -81,7 +81,10 @@ def in_files(rows: DataFrame, path: Path) -> DataFrame:
 
 def ids_by_partition(rows: DataFrame) -> list[list[int]]:
     """The ids in each partition, in their order."""
-    return [[row.id for row in part] for part in rows.rdd.glom().collect()]
+    parts: list[list[int]] = [[] for _ in range(rows.rdd.getNumPartitions())]
+    for row in rows.select(F.spark_partition_id().alias("part"), "id").collect():
+        parts[row.part].append(row.id)
+    return parts
 
 
 @contextmanager

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from frames import estimator, frame
-from pyspark.sql import SparkSession
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 from virtual_time import coordinator_of
@@ -25,7 +23,6 @@ from sparkdl.callbacks import Callback, MLflow, TensorBoard, TimeBudget, Trainin
 from sparkdl.callbacks.base import QUICK_S, Calls
 from sparkdl.driver import Outcome, as_builder
 from sparkdl.errors import CallbackError
-from sparkdl.estimator.model import TorchModel
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.jobs.logs import EpochLines
 from sparkdl.strategies import (
@@ -137,17 +134,6 @@ def test_what_a_callback_does_at_the_end_does_not_cost_the_model() -> None:
     outcome, alone = caught.value.model, trained([])
     assert all(map(torch.equal, outcome.module.parameters(), alone.module.parameters()))
     assert len(outcome.history) == 3
-
-
-def test_a_fit_attaches_the_fitted_model_to_an_error_at_its_end(spark: SparkSession) -> None:
-    rows = frame(spark)
-    broken = type("Broken", (Callback,), {"on_end": fail})()
-    with pytest.raises(CallbackError) as caught:
-        estimator(callbacks=[broken], epochs=2, predictionCol="mine").fit(rows)
-    model = caught.value.model
-    assert isinstance(model, TorchModel)
-    assert len(model.history) == 2
-    assert len(model.transform(rows).select("mine").collect()) == rows.count()
 
 
 class Untellable(Exception):

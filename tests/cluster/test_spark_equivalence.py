@@ -86,7 +86,7 @@ def with_backbone() -> nn.Module:
 
 
 def test_a_fitted_model_has_the_backbone_that_every_executor_has_built(
-    spark: SparkSession, tmp_path: Path
+    spark: SparkSession,
 ) -> None:
     rows = frame(spark, rows=60, partitions=3)
     fitted = estimator(
@@ -103,11 +103,6 @@ def test_a_fitted_model_has_the_backbone_that_every_executor_has_built(
     oracle = sgd(drawn, [list(range(60))] * EPOCHS, 4)
     assert torch.equal(fitted.module[0].weight, drawn[0].weight)
     torch.testing.assert_close(fitted.module[2].weight, oracle[2].weight, rtol=1e-6, atol=0)
-    expected = oracle(torch.from_numpy(features_of(range(60)))).argmax(dim=1).tolist()
-    fitted.save(str(tmp_path / "model"))
-    for model in (fitted, TorchModel.load(str(tmp_path / "model"), trust=True)):
-        found = {row["id"]: row["prediction"] for row in model.transform(rows).collect()}
-        assert [found[number] for number in range(60)] == expected
 
 
 def fit(frame: DataFrame, seed: int = 7) -> TorchModel:

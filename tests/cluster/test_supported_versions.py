@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import sys
-from pathlib import Path
 
 import cloudpickle
 import numpy as np
@@ -18,7 +15,6 @@ import pytest
 import torch
 from frames import configured, descended, estimator, frame, labels_of
 from pyspark.sql import DataFrame, SparkSession
-from subprocesses import printed_by
 from torch import Tensor, nn
 
 from sparkdl import (
@@ -35,7 +31,6 @@ from sparkdl.strategies import (
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.versions]
-ROOT = Path(__file__).parents[2]
 LARGE = (1 << 60) + 1
 """No float64."""
 
@@ -135,20 +130,3 @@ def test_nan_reaches_a_function_for_sql_or_is_refused_by_the_name_of_the_version
     else:
         with pytest.raises(Exception, match=f"NULL or NaN, which Spark {pyspark.__version__}"):
             found.collect()
-
-
-@pytest.mark.nightly
-def test_one_gpu_of_each_executor_goes_to_one_worker(tmp_path: Path) -> None:
-    discovery = tmp_path / "discover.sh"
-    discovery.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0"]}'\n""")
-    discovery.chmod(0o755)
-    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    printed = printed_by(
-        Path(__file__).with_name("one_gpu_a_task.py"),
-        discovery,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert json.loads(printed.splitlines()[-1]) == {
-        "gpus": ["0", "0"],
-        "rows": 70,
-    }

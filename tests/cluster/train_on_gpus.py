@@ -49,29 +49,6 @@ def look() -> dict[str, Any]:
     }
 
 
-def sum_ranks() -> float:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    total = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(total)
-    return float(total)
-
-
-def wait_to_be_asked() -> None:
-    sparkdl.current_worker().report(ready=1)
-    time.sleep(5)
-
-
-_ready: list[int] = []
-
-
-def ask(rank: int, metrics: Any) -> None:
-    _ready.append(rank)
-    if len(_ready) == 4:
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-
 def ids() -> list[list[int]]:
     """The rows of two epochs."""
     batches = sparkdl.current_worker().batches(8)
@@ -79,7 +56,7 @@ def ids() -> list[list[int]]:
 
 
 class Fails(nn.Module):
-    """A linear model that raises, or once kills its process or task, on a certain row's rank."""
+    """A linear model that once kills its process or task, on a certain row's rank."""
 
     def __init__(self, deed: str, trace: str) -> None:
         super().__init__()
@@ -88,13 +65,11 @@ class Fails(nn.Module):
         self.register_buffer("marked", torch.from_numpy(features_of([33])).float())
 
     def forward(self, features: Tensor) -> Tensor:
-        if self.training and (features == self.marked).all(dim=1).any():
-            if self.deed == "raise":
-                raise ZeroDivisionError("the reactor is empty")
-            if not Path(self.trace).exists():
-                Path(self.trace).write_text(str(os.getpid()))
-                os.kill(os.getppid() if self.deed == "kill task" else os.getpid(), signal.SIGKILL)
-                time.sleep(60)
+        marked = self.training and bool((features == self.marked).all(dim=1).any())
+        if marked and not Path(self.trace).exists():
+            Path(self.trace).write_text(str(os.getpid()))
+            os.kill(os.getppid() if self.deed == "kill task" else os.getpid(), signal.SIGKILL)
+            time.sleep(60)
         return self.linear(features)
 
 
@@ -152,8 +127,6 @@ def scenarios(spark: SparkSession, directory: Path) -> dict[str, Callable[[], An
     averaging = partial(fit, spark, strategy=ParameterAveraging(period=1))
     return {
         "look": lambda: sparkdl.run(look, num_workers=4),
-        "stacks": lambda: sparkdl.run(wait_to_be_asked, num_workers=4, on_report=ask),
-        "sum": lambda: sparkdl.run(sum_ranks, num_workers=4),
         "rows": lambda: [sparkdl.run(ids, num_workers=4, df=frame(spark, ROWS, 5)) for _ in "ab"],
         "averaging": lambda: [averaging(), averaging()],
         "all workers": lambda: averaging(numWorkers=None, epochs=1),
@@ -165,13 +138,8 @@ def scenarios(spark: SparkSession, directory: Path) -> dict[str, Callable[[], An
         "no such GPU": lambda: refused(
             lambda: TorchDistributor(4, local_mode=False, use_gpu=True).run(look)
         ),
-        "raise": lambda: refused(lambda: fails("raise", "raise")),
         "kill": lambda: fails("kill", "kill", epochs=2, maxFailures=1),
         "kill task": lambda: fails("kill task", "kill task", epochs=2, maxFailures=1),
-        "kill all-reduce": lambda: fails(
-            "kill", "kill all-reduce", epochs=2, maxFailures=1, strategy=GradientAllReduce()
-        ),
-        "kill and end": lambda: refused(lambda: fails("kill", "kill and end", maxFailures=0)),
         "cancel": lambda: cancel_soon(spark, trace("cancel")),
         "cores": lambda: most_slots(spark),
         "left": lambda: [process for process in rank_processes() if Path(process).exists()],

@@ -20,14 +20,9 @@ from waiting import eventually
 
 import sparkdl
 from sparkdl import (
-    ElasticAveraging,
-    GossipAveraging,
     GradientAllReduce,
-    KFACPreconditioner,
     NearDuplicates,
-    OuterOptimizer,
     ParameterAveraging,
-    ThresholdGradientSharing,
     TorchClassificationModel,
     TorchClassifier,
     TorchEstimator,
@@ -40,16 +35,6 @@ from sparkdl.spark.closures import sending
 Survived = dict[str, tuple[list[float], int]]
 """By what was lost: the parameters, and how many steps of the first epoch a survivor has taken."""
 STRATEGIES = {"averaging": ParameterAveraging(period=2), "all-reduce": GradientAllReduce()}
-
-
-OTHERS = {
-    "averaging among executors": ParameterAveraging(period=2, aggregation="executors"),
-    "elastic": ElasticAveraging(period=2),
-    "gossip": GossipAveraging(period=2, mode="symmetric"),
-    "outer": OuterOptimizer(period=2),
-    "preconditioned": GradientAllReduce(preconditioner=KFACPreconditioner()),
-    "threshold": ThresholdGradientSharing(),
-}
 
 
 class Network(nn.Module):
@@ -269,17 +254,6 @@ def parameters_of(model: TorchModel) -> list[float]:
 def parameters(spark: SparkSession) -> list[float]:
     """Those of one fit."""
     return parameters_of(estimator().fit(rows(spark)))
-
-
-def of_other_strategies(spark: SparkSession) -> dict[str, list[float]]:
-    """The parameters of one fit of each; ends for one in which ranks leave one by one, too."""
-    frame = rows(spark)
-    changed = {"model": partial(nn.Linear, 3, 1), "optimizer": partial(torch.optim.SGD, lr=0.01)}
-    estimator(**changed, strategy=GossipAveraging(period=2)).fit(frame)
-    return {
-        name: parameters_of(estimator(**changed, strategy=strategy).fit(frame))
-        for name, strategy in OTHERS.items()
-    }
 
 
 class Begun(WorkerCallback):

@@ -15,7 +15,6 @@ from table_case import WIDTH, WORDS, Case, as_function, network
 from table_networks import Model, body, head, mlp
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -125,13 +124,6 @@ MODELS = [
         settings=SERIES,
         random=True,
     ),
-    Case(
-        "`MultiheadAttention`",
-        lambda: Model(
-            networks.attends, attention=nn.MultiheadAttention(4, 2, batch_first=True), head=head(4)
-        ),
-        settings=SERIES,
-    ),
     as_function(
         "`weight_norm`", lambda: nn.Sequential(parametrizations.weight_norm(body()), head())
     ),
@@ -170,8 +162,6 @@ MODELS = [
         how="the first row gives the shapes",
         random=True,
     ),
-    Case("shared parameters (tied weights)", networks.tied),
-    Case("a frozen backbone", networks.frozen),
     Case("a model frozen as a whole", lambda: network().requires_grad_(False)),
     Case("a model without parameters", lambda: nn.Softmax(dim=1)),
     Case(
@@ -242,16 +232,6 @@ MODELS = [
         "a model that differentiates itself, with `enable_grad`",
         lambda: Model(networks.forces, body=body(), head=head()),
         settings={"loss": networks.forces_loss, "outputCols": {"prediction": "logits"}},
-    ),
-    Case(
-        "gradient checkpointing",
-        lambda: Model(
-            lambda self, features: self.head(
-                checkpoint(self.body, features, use_reentrant=False).tanh()
-            ),
-            body=body(),
-            head=head(),
-        ),
     ),
     Case(
         "an `autograd.Function` of its own",

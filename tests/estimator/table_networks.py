@@ -60,28 +60,6 @@ def transformer(dropout: float) -> nn.Module:
     )
 
 
-def attends(self: Any, series: Tensor) -> Tensor:
-    return self.head(self.attention(series, series, series, need_weights=False)[0].mean(dim=1))
-
-
-def tied() -> nn.Module:
-    first, second = body(), nn.Linear(8, WIDTH)
-    second.weight = nn.Parameter(first.weight.t().clone())
-    model = Model(
-        lambda self, features: self.decode(self.encode(features).tanh()) @ self.encode.weight.t(),
-        encode=nn.Linear(WIDTH, WIDTH),
-        decode=nn.Linear(WIDTH, WIDTH),
-    )
-    model.decode.weight = model.encode.weight
-    return nn.Sequential(model, head(WIDTH))
-
-
-def frozen() -> nn.Module:
-    model = mlp()
-    model[0].requires_grad_(False)
-    return model
-
-
 class Dropped(torch.autograd.Function):
     """The sign forward, the identity backward."""
 

@@ -69,8 +69,6 @@ def test_a_module_predicts_what_it_predicts_here_and_is_left_as_it_was(rows: Dat
     with torch.no_grad():
         expected = module.eval()(torch.from_numpy(FEATURES))
     assert np.array_equal(values(model.transform(rows)), expected.argmax(dim=1).numpy())
-    found = values(model.transform(rows, {model.outputType: "probability"}))
-    assert np.allclose(found, expected.softmax(dim=1), atol=1e-6)
     # Vectors are as good as arrays, whatever the example was.
     vectors = model.copy({model.featuresCol: "vector", model.outputType: "raw"})
     assert np.allclose(values(vectors.transform(rows)), expected, atol=1e-6)
@@ -84,18 +82,17 @@ def test_it_is_saved_and_loaded_as_any_other(rows: DataFrame, tmp_path: Path) ->
     again = TorchModel.load(str(tmp_path / "model"), trust=True)
     assert again.getPredictionDtype() == "float32"
     assert again.history == []
-    first, second = model.transform(rows), again.transform(rows)
-    assert first.schema["scores"].dataType.simpleString() == "array<float>"
-    assert np.array_equal(values(first, "scores"), values(second, "scores"))
+    with torch.no_grad():
+        expected = classifier().eval()(torch.from_numpy(FEATURES))
+    predicted = again.transform(rows)
+    assert predicted.schema["scores"].dataType.simpleString() == "array<float>"
+    assert np.allclose(values(predicted, "scores"), expected, atol=1e-6)
 
 
-@every("precision", ["bfloat16", "float16"])
-def test_half_precision_rounds_as_the_module_in_half_precision_does(
-    rows: DataFrame, precision: str
-) -> None:
-    dtype = getattr(torch, precision)
+def test_half_precision_rounds_as_the_module_in_half_precision_does(rows: DataFrame) -> None:
+    dtype = torch.bfloat16
     model = TorchModel.from_module(
-        classifier(), torch.zeros(1, WIDTH), predictPrecision=precision, predictBatchSize=7
+        classifier(), torch.zeros(1, WIDTH), predictPrecision="bfloat16", predictBatchSize=7
     )
     with torch.no_grad():
         expected = classifier().eval().to(dtype)(torch.from_numpy(FEATURES).to(dtype)).double()

@@ -39,15 +39,6 @@ def test_a_client_gets_what_the_driver_gets_to_the_bit(
 
 
 @pytest.mark.nightly
-def test_no_strategy_sees_a_difference(
-    spark: SparkSession, connect_address: str, tmp_path: Path
-) -> None:
-    found, _ = asked_of_client(connect_address, fits_anywhere.of_other_strategies, tmp_path)
-    expected = fits_anywhere.of_other_strategies(spark)
-    assert [name for name, values in expected.items() if found[name] != values] == []
-
-
-@pytest.mark.nightly
 def test_what_a_client_cannot_have_is_refused_in_words(
     connect_address: str, tmp_path: Path
 ) -> None:

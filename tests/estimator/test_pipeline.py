@@ -78,29 +78,14 @@ def test_a_pipeline_of_assembler_and_estimator_fits_and_predicts(rows: DataFrame
     assert {row.prediction for row in predicted.collect()} <= {0.0, 1.0, 2.0}
 
 
-def test_params_given_to_fit_win_and_leave_the_estimator_as_it_was(rows: DataFrame) -> None:
-    original = estimator()
-    model = original.fit(assembler().transform(rows), {original.epochs: 3})
+def test_params_given_to_fit_win_and_the_model_takes_over_its_columns(rows: DataFrame) -> None:
+    given = assembler().transform(rows).withColumnRenamed("features", "inputs")
+    original = estimator(featuresCol="inputs", predictionCol="guess", outputType="raw")
+    model = original.fit(given, {original.epochs: 3})
     assert [epoch.epoch for epoch in model.history] == [1, 2, 3]
     assert original.getEpochs() == 1
-
-
-def test_a_model_takes_over_its_columns_from_the_estimator(rows: DataFrame) -> None:
-    given = assembler().transform(rows).withColumnRenamed("features", "inputs")
-    model = estimator(featuresCol="inputs", predictionCol="guess", outputType="raw").fit(given)
     assert (model.getFeaturesCol(), model.getPredictionCol()) == ("inputs", "guess")
     assert model.getOutputType() == "raw"
-
-
-def test_fitting_twice_does_not_continue_from_the_first_fit(rows: DataFrame) -> None:
-    again = estimator()
-    given = assembler().transform(rows).repartition(2).cache()
-    try:
-        first = again.fit(given)
-        second = again.fit(given)
-    finally:
-        given.unpersist()
-    assert same_bits(first, second)
 
 
 @pytest.mark.nightly
@@ -156,13 +141,13 @@ def test_a_search_that_could_not_be_saved_is_refused_before_its_first_fit(
     stage = estimator(numWorkers=1)
     param = stage.getParam(name)
     grid = [{stage.batchSize: 5}, {param: value}]
+    whole = Pipeline(stages=[assembler(), stage])
     search: Any
-    for tried in (stage, Pipeline(stages=[assembler(), stage])):
-        for search in (CrossValidator(numFolds=2), TrainValidationSplit()):
-            search.setEstimator(tried).setEstimatorParamMaps(grid)
-            search.setEvaluator(MulticlassClassificationEvaluator())
-            with no_jobs(rows.sparkSession), pytest.raises(ConfigError, match=words):
-                search.fit(rows)
+    for tried, search in ((stage, CrossValidator(numFolds=2)), (whole, TrainValidationSplit())):
+        search.setEstimator(tried).setEstimatorParamMaps(grid)
+        search.setEvaluator(MulticlassClassificationEvaluator())
+        with no_jobs(rows.sparkSession), pytest.raises(ConfigError, match=words):
+            search.fit(rows)
         tried.fitMultiple(rows, grid)
         assert tried.copy(grid[1]) is not tried
 

@@ -93,12 +93,15 @@ def test_a_fit_has_a_summary_a_report_curves_and_a_run(
         _ = loaded.summary
 
 
-def test_history_has_a_row_for_each_epoch_with_all_rows_and_the_rounds(
-    spark: SparkSession,
+def test_history_has_a_row_for_each_epoch_with_all_rows_and_the_rounds_and_nothing_is_printed(
+    spark: SparkSession, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    rows = frame(spark, rows=60, partitions=2)
+    capfd.readouterr()
     model = estimator(
         epochs=3, optimizer=partial(torch.optim.Adam, lr=0.0), strategy=ParameterAveraging(period=2)
-    ).fit(frame(spark, rows=60, partitions=2))
+    ).fit(rows)
+    assert capfd.readouterr() == ("", "")
     features = torch.tensor(features_of(range(60)), dtype=torch.float32)
     with torch.no_grad():  # at a rate of 0 all epochs have the loss of the first values
         outputs = model.module(features)
@@ -171,15 +174,6 @@ def test_the_batches_of_a_stream_are_trained_on_one_after_another(
     assert same_bits(second, first)
     begun = estimator().getModel().state_dict()
     assert not torch.equal(first.module.state_dict()["0.weight"], begun["0.weight"])
-
-
-def test_a_fit_without_progress_prints_nothing(
-    spark: SparkSession, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rows = frame(spark)
-    capfd.readouterr()
-    estimator(progress=False).fit(rows)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_fit_with_progress_shows_rows_epoch_and_loss(

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
 from frames import estimator, features_of, frame, frame_of_sizes, labels_of
-from models import Scalar, Single, TwoTables
+from models import TwoTables
 from pyspark import SparkContext
-from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from sparkdl import TorchModel
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import DataError
 
 IDS = range(60)
 
@@ -37,15 +35,6 @@ def rows(spark: SparkSession) -> DataFrame:
 @pytest.fixture(scope="module")
 def classifier(rows: DataFrame) -> TorchModel:
     return estimator().fit(rows)
-
-
-def binary(rows: DataFrame) -> DataFrame:
-    return rows.withColumn("label", F.col("id") % 2)
-
-
-@pytest.fixture(scope="module")
-def of_two_classes(rows: DataFrame) -> TorchModel:
-    return estimator(model=Single(), loss=nn.BCEWithLogitsLoss()).fit(binary(rows))
 
 
 def outputs_of(model: TorchModel) -> Tensor:
@@ -87,32 +76,6 @@ def test_each_output_type_of_logits_is_what_torch_says(
     assert classifier.getPredictionCol() == "prediction"
 
 
-def test_a_binary_logit_becomes_class_and_two_probabilities(
-    of_two_classes: TorchModel, rows: DataFrame
-) -> None:
-    model = of_two_classes
-    logits = outputs_of(model).reshape(-1)
-    positive = logits.sigmoid()
-    assert close(predict(model, rows, "auto"), (logits > 0).double())
-    assert close(predict(model, rows, "probability"), torch.stack([1 - positive, positive], dim=1))
-    assert close(predict(model, rows, "raw"), logits)
-
-
-def test_a_regression_gives_the_output_as_it_is_and_knows_no_probability(rows: DataFrame) -> None:
-    model = estimator(model=Single(), loss=nn.MSELoss()).fit(rows)
-    predicted = model.transform(rows)
-    assert predicted.schema["prediction"].dataType.simpleString() == "double"
-    assert close(column_of(predicted), outputs_of(model).reshape(-1))
-    rmse = RegressionEvaluator(metricName="rmse").evaluate(predicted)
-    errors = outputs_of(model).reshape(-1).numpy() - labels_of(IDS)
-    assert rmse == pytest.approx(float(np.sqrt((errors**2).mean())), rel=1e-5)
-    for output_type in ("probability", "class"):
-        with pytest.raises(ConfigError, match="outputType='raw'"):
-            model.transform(rows, {model.outputType: output_type})
-    several = TorchModel.from_module(nn.Linear(4, 2), torch.zeros(1, 4), loss=nn.MSELoss())
-    assert close(predict(several, rows, "auto"), outputs_of(several))
-
-
 @pytest.mark.versions
 def test_rows_of_any_number_are_all_predicted_in_order(
     spark: SparkSession, classifier: TorchModel, rows: DataFrame
@@ -129,27 +92,14 @@ def test_rows_of_any_number_are_all_predicted_in_order(
     assert close(found, outputs_of(classifier))
 
 
-@pytest.mark.nightly_variants
-@pytest.mark.parametrize(
-    "kind",
-    [*("array<float>", "vector", "sparse"), pytest.param("files", marks=pytest.mark.versions)],
-)
-def test_arrays_of_floats_and_vectors_predict_what_doubles_do(
-    spark: SparkSession, classifier: TorchModel, rows: DataFrame, kind: str, tmp_path: Path
+@pytest.mark.nightly
+@pytest.mark.versions
+def test_vectors_in_files_predict_what_doubles_do(
+    spark: SparkSession, classifier: TorchModel, rows: DataFrame, tmp_path: Path
 ) -> None:
-    vectors = rows.withColumn("features", array_to_vector("features"))
-    if kind == "sparse":
-        sparse = [
-            (i, Vectors.sparse(4, list(enumerate(map(float, values)))))
-            for i, values in enumerate(features_of(IDS))
-        ]
-        vectors = spark.createDataFrame(sparse, ["id", "features"])
-    elif kind == "files":
-        vectors.write.parquet((tmp_path / "vectors").as_uri())
-        vectors = spark.read.parquet((tmp_path / "vectors").as_uri())
-    elif kind == "array<float>":
-        vectors = rows.withColumn("features", F.col("features").cast("array<float>"))
-    assert close(predict(classifier, vectors, "raw"), outputs_of(classifier))
+    path = (tmp_path / "vectors").as_uri()
+    rows.withColumn("features", array_to_vector("features")).write.parquet(path)
+    assert close(predict(classifier, spark.read.parquet(path), "raw"), outputs_of(classifier))
 
 
 def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkSession) -> None:
@@ -184,20 +134,6 @@ def test_several_columns_reach_the_model_as_arguments_and_integers_as_int64(
             torch.tensor([i % 5 for i in IDS]), torch.tensor(features_of(IDS), dtype=torch.float32)
         )
     assert close(predict(model, given, "raw"), expected)
-
-
-def test_a_scalar_column_feeds_a_vector_of_one_number_a_row(rows: DataFrame) -> None:
-    given = rows.selectExpr("id", "cast(id as double) / 60 as x", "id % 7 / 7 as label")
-    model = estimator(model=Scalar(), loss=nn.MSELoss(), featuresCol="x").fit(given)
-    slope = float(model.module.slope.detach())
-    assert slope != 0.5
-    assert np.allclose(predict(model, given, "auto"), slope * np.arange(60) / 60)
-
-
-@every("kind", ["boolean", "double"])
-def test_labels_of_each_numeric_type_are_class_indices(rows: DataFrame, kind: str) -> None:
-    labelled = rows.withColumn("label", (F.col("id") % 2).cast(kind))
-    assert estimator().fit(labelled).history[0].examples == 60
 
 
 def test_a_column_that_is_missing_or_that_spark_takes_for_the_prediction_is_named(
@@ -320,18 +256,11 @@ def test_a_udf_of_a_session_that_was_stopped_says_that_another_one_has_to_be_mad
 
 
 def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: DataFrame) -> None:
-    def build() -> nn.Module:
-        class Reports(nn.Linear):
-            def forward(self, features: Tensor) -> Tensor:
-                outputs = super().forward(features)
-                if self.training:
-                    return outputs
-                flags: Any = float(torch.is_grad_enabled())
-                return torch.zeros_like(outputs) + flags
+    class Reports(nn.Module):
+        def forward(self, features: Tensor) -> Tensor:
+            return torch.full((len(features),), float(self.training or torch.is_grad_enabled()))
 
-        return Reports(4, 3)
-
-    model = estimator(model=build).fit(rows)
+    model = TorchModel.from_module(Reports(), torch.zeros(1, 4))
     assert not predict(model, rows, "raw").any()
 
 

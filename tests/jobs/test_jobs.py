@@ -8,7 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -125,38 +124,6 @@ def make_output(place: Location, run: Run) -> bool:
                 file.write(str(run.run_id).encode())
             output.commit({"status": "complete"})
     return done is None
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("shared_session")
-def test_a_failure_has_its_code_and_says_why_in_the_result_file(
-    tmp_path: Path, case: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "result.json"
-
-    def fails(job: Callable[[list[str]], int], *arguments: str) -> tuple[int, str]:
-        config = ["--config", write_configuration(tmp_path, case["said"])]
-        code = job([*config, "--result_file", str(file), "--run_id", "7", *arguments])
-        said = json.loads(file.read_text())
-        assert (said["status"], said["exit_code"]) == ("failed", code)
-        assert said["error"]["message"] in caplog.text
-        return code, said["error"]["message"]
-
-    code, why = fails(predict)
-    assert (code, "there is no model" in why) == (2, True)
-    code, why = fails(train, "--source.init_args.path", str(tmp_path / "nowhere"))
-    assert (code, "nowhere" in why) == (3, True)
-    code, why = fails(train, "--rows.train", "no_such_column > 1")
-    assert (code, "no_such_column" in why) == (3, True)
-    code, why = fails(train, "--estimator.labelCol", "x")
-    assert (code, "'x'" in why) == (3, True)
-    code, why = fails(train, "--estimator.model.init_args.in_features", "4")
-    assert (code, "estimator" not in why) == (4, True)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "thesis.tex").write_text("precious")
-    code, why = fails(train)
-    assert (code, "was not written by a job" in why) == (2, True)
-    assert (tmp_path / "model" / "thesis.tex").exists()
 
 
 @every(

@@ -14,9 +14,9 @@ import cloudpickle
 import pytest
 import torch
 from every_row import every
-from frames import Refuse, estimator, frame, same_bits
+from frames import Refuse, estimator, frame, no_jobs, same_bits
 from models import Net, Traced, lines
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
 
@@ -116,30 +116,36 @@ def test_an_argument_that_is_unknown_or_missing_is_answered_with_those_there_are
         TorchEstimator(model=nn.Linear(1, 1), loss=nn.MSELoss())
 
 
-def test_more_workers_than_slots_are_refused_with_both_numbers(
-    spark: SparkSession, refuse: Refuse
+@every(
+    ("changes", "words"),
+    [
+        ({"numWorkers": 4}, "numWorkers is 4.*3 slots.*at most 3"),
+        ({"minWorkers": 3}, "minWorkers is 3, but this fit has 2 workers"),
+    ],
+)
+def test_more_workers_than_there_can_be_are_refused_with_both_numbers(
+    spark: SparkSession, changes: dict[str, Any], words: str
 ) -> None:
-    refuse(frame(spark), ConfigError, "numWorkers is 4", "3 slots", "at most 3", numWorkers=4)
+    with no_jobs(spark), pytest.raises(ConfigError, match=words):
+        estimator(**changes).fit(frame(spark))
 
 
-def test_speculation_is_refused_with_the_setting_to_change(
-    spark: SparkSession, refuse: Refuse
-) -> None:
+def test_speculation_is_refused_with_the_setting_to_change(spark: SparkSession) -> None:
     conf = spark.sparkContext._conf
     before = conf.get("spark.speculation")
     conf.set("spark.speculation", "true")
     try:
-        refuse(frame(spark), ConfigError, "spark.speculation=false")
+        with no_jobs(spark), pytest.raises(ConfigError, match=r"spark\.speculation=false"):
+            estimator().fit(frame(spark))
     finally:
         conf.set("spark.speculation", before or "false")
 
 
 def test_an_output_type_that_the_loss_cannot_give_is_refused_before_training(
-    spark: SparkSession,
+    spark: SparkSession, refuse: Refuse
 ) -> None:
-    settings = {"model": nn.Linear(4, 1), "loss": nn.MSELoss(), "outputType": "probability"}
-    with pytest.raises(ConfigError, match=r"(?s)outputType='probability' needs.*outputType='raw'"):
-        estimator(**settings).fit(frame(spark))
+    words = "outputType='probability' needs", "outputType='raw'"
+    refuse(frame(spark), ConfigError, *words, loss=nn.MultiMarginLoss(), outputType="probability")
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -189,24 +195,25 @@ def test_there_are_no_checkpoints_unless_asked_for() -> None:
 def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    rows, path, trace = frame(spark), str(tmp_path / "checkpoints"), tmp_path / "trace"
-    estimator(epochs=2, checkpointPath=path).fit(rows)
-    whole = estimator(epochs=4).fit(rows)
-    resumed = estimator(epochs=4, checkpointPath=path).fit(rows)
-    assert same_bits(resumed, whole)
-    assert [row.epoch for row in resumed.history] == [1, 2, 3, 4]
+    """And holds the same rows out."""
+    rows, trace, held = frame(spark), tmp_path / "trace", {"validationFraction": 0.3}
+    settings: dict[str, Any] = {**held, "checkpointPath": str(tmp_path / "checkpoints")}
+    estimator(epochs=1, **settings).fit(rows)
+    resumed = estimator(epochs=2, **settings).fit(rows)
+    assert same_bits(resumed, estimator(epochs=2, **held).fit(rows))
+    assert [row.epoch for row in resumed.history] == [1, 2]
 
-    again = estimator(epochs=4, checkpointPath=path, model=Traced(str(trace)))
-    with pytest.raises(ConfigError, match="batch size: was 10, is now 3"):
-        again.setBatchSize(3).fit(rows)
+    settings |= {"epochs": 3, "model": Traced(str(trace))}
+    for changes, told in (
+        ({"batchSize": 3}, "batch size: was 10, is now 3"),
+        (
+            {"validationFraction": 0.4},
+            r"indicator: was validationFraction=0\.3 \(bool\), is now validationFraction=0\.4",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            estimator(**{**settings, **changes}).fit(rows)
     assert lines(trace) == []
-
-
-def test_the_rows_of_another_frame_are_refused(spark: SparkSession, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoints")
-    estimator(checkpointPath=path).fit(frame(spark, rows=60))
-    with pytest.raises(ConfigError, match=r"rows of each partition: was \[20, 20, 20\], is now \["):
-        estimator(checkpointPath=path).fit(frame(spark, rows=64))
 
 
 def smooth_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -221,27 +228,43 @@ def test_a_fit_that_has_ended_gives_its_model_for_the_same_training_only(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For a daily job another one's is yesterday's model."""
-    path = str(tmp_path / "checkpoints")
-    first = estimator(checkpointPath=path).fit(frame(spark))
-    again = estimator(checkpointPath=path, timeout=250.0).fit(frame(spark))
+    path, rows = str(tmp_path / "checkpoints"), frame(spark)
+    first = estimator(checkpointPath=path).fit(rows)
+    again = estimator(checkpointPath=path, timeout=250.0).fit(rows)
     assert same_bits(again, first)
     assert "already ended with epoch 1: its model is returned without another step" in caplog.text
 
-    others: dict[str, dict[str, Any]] = {
-        "loss: was CrossEntropyLoss(), is now smooth_loss": {"loss": smooth_loss},
-        "clip norm: was none, is now 0.5": {"clipNorm": 0.5},
-        "precision: was float32, is now bf16": {"precision": "bf16"},
-        "batch transform: was None, is now same_batch": {"batchTransform": same_batch},
-        "weight: was none, is now id (float64)": {"weightCol": "id"},
-        "label: was label (int64), is now id (int64)": {"labelCol": "id"},
-        "model: was Sequential, is now Traced": {"model": Traced(str(tmp_path / "trace"))},
+    settings: dict[str, Any] = {
+        "loss": smooth_loss,
+        "clipNorm": 0.5,
+        "precision": "bf16",
+        "batchTransform": same_batch,
+        "weightCol": "id",
+        "labelCol": "id",
+        "model": Traced(str(tmp_path / "trace")),
     }
-    for line, changes in others.items():
-        with pytest.raises(ConfigError, match=re.escape(line)):
-            estimator(checkpointPath=path, **changes).fit(frame(spark))
-    turned = F.when(F.col("id") == 41, F.reverse("features")).otherwise(F.col("features"))
-    with pytest.raises(ConfigError, match="the training rows have different values"):
-        estimator(checkpointPath=path).fit(frame(spark).withColumn("features", turned))
+    changed = rows.withColumn("features", F.reverse("features"))
+    others: list[tuple[DataFrame, dict[str, Any], list[str]]] = [
+        (
+            rows,
+            settings,
+            [
+                "loss: was CrossEntropyLoss(), is now smooth_loss",
+                "clip norm: was none, is now 0.5",
+                "precision: was float32, is now bf16",
+                "batch transform: was None, is now same_batch",
+                "weight: was none, is now id (float64)",
+                "label: was label (int64), is now id (int64)",
+                "model: was Sequential, is now Traced",
+            ],
+        ),
+        (changed, {}, ["the training rows have different values"]),
+        (frame(spark, rows=64), {}, ["rows of each partition: was [20, 20, 20], is now ["]),
+    ]
+    for given, changes, told in others:
+        with pytest.raises(ConfigError) as caught:
+            estimator(checkpointPath=path, **changes).fit(given)
+        assert [line for line in told if line not in str(caught.value)] == []
     assert lines(tmp_path / "trace") == []
 
 

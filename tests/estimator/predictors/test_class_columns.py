@@ -167,11 +167,9 @@ def test_arguments_are_those_of_torch_estimator_but_for_the_output_columns() -> 
     ("sql", "labels", "shown", "in_spark"),
     [
         ("cast(0.1 as float)", [0.1, 0.2], "0.10000000149011612", "0.10000000149011612"),
-        ("'c'", ["a", "b"], "'c'", "c"),
         ("'%s \\' `x`'", ["a", "b"], '"%s \' `x`"', "%s ' `x`"),
         ("cast(null as string)", ["a", "b"], "null", "null"),
         ("date'2021-03-04'", ["2020-01-01", "2020-01-02"], "'2021-03-04'", "2021-03-04"),
-        ("3.50", [1, 2], "3.5", "3.5"),
         ("double('nan')", [1, 2], "nan", "NaN"),
     ],
 )
@@ -192,25 +190,29 @@ def test_a_label_that_is_not_among_the_labels_is_named(
     assert f"label column '{column}' holds {in_spark}{told}" in str(by_spark.value)
 
 
-@every(
-    ("values", "labels"),
-    [
-        (["b", "a"], ["a", "b"]),
-        ([date(2024, 2, 29), date(1999, 12, 31)], ["1999-12-31", "2024-02-29"]),
-        ([Decimal("10.50"), Decimal("0.10")], [0.1, 10.5]),
-        ([30.0, 10.5], [10.5, 30.0]),
-        ([True, False], [False, True]),
-    ],
-)
-def test_labels_that_are_known_have_their_index(
-    spark: SparkSession, values: list[Any], labels: list[Any]
-) -> None:
-    rows = spark.createDataFrame([(value,) for value in values], ["x.y"]).coalesce(1)
-    assert labels_of(rows, "x.y") == (labels if isinstance(labels[0], str) else None)
+KNOWN: dict[str, tuple[list[Any], list[Any]]] = {
+    "a.text": (["b", "a"], ["a", "b"]),
+    "day": ([date(2024, 2, 29), date(1999, 12, 31)], ["1999-12-31", "2024-02-29"]),
+    "decimal": ([Decimal("10.50"), Decimal("0.10")], [0.1, 10.5]),
+    "number": ([30.0, 10.5], [10.5, 30.0]),
+    "flag": ([True, False], [False, True]),
+}
+
+
+def test_labels_that_are_known_have_their_index(spark: SparkSession) -> None:
+    values = zip(*(values for values, _ in KNOWN.values()), strict=True)
+    rows = spark.createDataFrame([*values], [*KNOWN]).coalesce(1)
     for strict in (False, True):
-        found, index = indexed(rows, "x.y", labels, strict=strict)
-        assert [row[index] for row in found.collect()] == [1.0, 0.0]
-        require_known(found, index, "x.y", labels, ValueError())
+        found, indices = rows, list[str]()
+        for name, (_, labels) in KNOWN.items():
+            found, index = indexed(found, name, labels, strict=strict)
+            indices.append(index)
+        chosen = found.select(*(f"`{index}`" for index in indices)).collect()
+        assert [set(row) for row in chosen] == [{1.0}, {0.0}]
+    require_known(found, indices[0], "a.text", KNOWN["a.text"][1], ValueError())
+    for name in ("a.text", "day", "flag"):
+        labels = KNOWN[name][1]
+        assert labels_of(rows, name) == (None if name == "flag" else labels)
 
 
 @every("name", ["a.b", "a`b", "*", "a b"])

@@ -122,11 +122,15 @@ class FailsInTheEnd(Callback):
 def test_a_model_that_comes_with_an_error_has_the_columns_that_were_named(
     spark: SparkSession,
 ) -> None:
-    broken = TorchClassifier(model=network(), callbacks=[FailsInTheEnd()], **SETTINGS)
+    rows, names = named(frame(spark, ROWS)), {"predictionCol": "mine"}
+    broken = TorchClassifier(model=network(), callbacks=[FailsInTheEnd()], **SETTINGS, **names)
     with pytest.raises(CallbackError) as caught:
-        broken.fit(named(frame(spark, ROWS)))
+        broken.fit(rows)
     model = caught.value.model
+    assert isinstance(model, TorchClassificationModel)
+    assert len(model.history) == 1
     assert (model.getLabels(), model.getLabelCol()) == (SORTED, "label")
+    assert len(model.transform(rows).select("mine").collect()) == ROWS
 
 
 @pytest.mark.gate
@@ -184,6 +188,7 @@ def test_a_column_of_booleans_is_learned_predicted_measured_and_saved(
 
 
 @pytest.mark.nightly
+@pytest.mark.versions
 def test_a_pipeline_keeps_string_indexer_s_labels_and_is_saved_without_a_pickle(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -68,9 +69,17 @@ def test_an_error_of_any_class_is_told_with_its_traceback(spark: SparkSession) -
         assert len(str(caught.value)) < 30_000
 
 
-def test_a_process_that_is_interrupted_is_lost_and_has_raised_nothing(spark: SparkSession) -> None:
-    with pytest.raises(WorkerLostError, match="was ended by SIGINT"):
-        sparkdl.run(interrupt_itself, num_workers=1)
+@pytest.mark.gate
+def test_a_process_that_is_interrupted_or_ends_by_itself_is_told_as_it_was(
+    spark: SparkSession,
+) -> None:
+    for leaves, words in (
+        (interrupt_itself, "was ended by SIGINT"),
+        (partial(os._exit, 0), r"(?s)rank 0 on .*exited with code 0 .*os\._exit"),
+    ):
+        with pytest.raises(WorkerLostError, match=words) as caught:
+            sparkdl.run(leaves, num_workers=1)
+    assert "memory" not in str(caught.value)
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -141,17 +150,6 @@ def test_a_rank_that_waits_to_save_with_one_that_has_returned_is_an_error(
 
     with pytest.raises(TrainingError, match=r"rank 1 would wait .* but rank 0 already returned"):
         sparkdl.run(train, num_workers=2)
-
-
-def test_a_process_that_ends_by_itself_is_told_as_it_was(spark: SparkSession) -> None:
-    def train() -> None:
-        if sparkdl.current_worker().rank == 1:
-            os._exit(0)
-
-    words = r"(?s)rank 1 on .*exited with code 0 .*os\._exit"
-    with pytest.raises(WorkerLostError, match=words) as caught:
-        sparkdl.run(train, num_workers=2)
-    assert "memory" not in str(caught.value)
 
 
 @pytest.mark.gate

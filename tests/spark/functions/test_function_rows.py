@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import sys
 from collections.abc import Callable
@@ -155,33 +154,13 @@ def test_shares_of_a_minibatch_count_within_its_loop_only(spark: SparkSession) -
     )
 
 
-def test_it_is_said_which_way_the_rows_go(
-    spark: SparkSession, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "sparkdl"):
-        for partitions in (2, 5):
-            rows = frame(spark, rows=20, partitions=partitions)
-            sparkdl.run(lambda: None, num_workers=2, df=rows)
-    assert [line for line in caplog.messages if line.startswith("rows: ")] == [
-        "rows: 2 partitions are read by as many tasks, and are exchanged among 2 workers",
-        "rows: 5 partitions are read by 2 tasks, and are exchanged among 2 workers",
-    ]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda df: df, lambda df: df.repartition(5)],
-    ids=["as many partitions as workers", "more"],
-)
-def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(
-    spark: SparkSession, change: Callable[[DataFrame], DataFrame]
-) -> None:
+def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(spark: SparkSession) -> None:
     def look() -> Ids:
         batches = sparkdl.current_worker().batches(10)
         assert len(batches) == 4
         return [[batch["id"].tolist() for batch in batches] for _ in range(2)]
 
-    rows = change(frame_of_sizes(spark, [66, 4]))
+    rows = frame_of_sizes(spark, [60, 4, 6])
     runs = [sparkdl.run(look, num_workers=2, df=rows) for _ in "ab"]
 
     assert runs[0] == runs[1]
@@ -191,17 +170,25 @@ def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(
     assert ids[0] != ids[1] != sorted(ids[1])
 
 
-def test_rows_are_kept_where_the_user_wants_them(spark: SparkSession) -> None:
+def test_rows_are_kept_where_the_user_wants_them_and_nothing_of_them_is_left(
+    spark: SparkSession,
+) -> None:
+    rows = frame_of_sizes(spark, [30, 30])
+
     def look() -> list[str]:
         assert sum(len(b["id"]) for b in sparkdl.current_worker().batches(4)) == 30
         return unnamed_files()
 
     def kept_in(**settings: Any) -> set[bool]:
-        results = sparkdl.run(look, num_workers=2, df=frame_of_sizes(spark, [30, 30]), **settings)
+        results = sparkdl.run(look, num_workers=2, df=rows, **settings)
+        assert all(results)
         return {file.startswith(str(scratch.MEMORY)) for files in results for file in files}
 
     assert kept_in() == {False}
     assert kept_in(storeIn="memory") == {True}
+    with pytest.raises(WorkerError, match="called in spite"):
+        sparkdl.run(_never, num_workers=2, df=rows)
+    assert sparkdl.run(unnamed_files, num_workers=3) == [[], [], []]
 
 
 @pytest.mark.versions
@@ -243,6 +230,10 @@ def test_reports_reach_the_driver_with_their_rank(
         worker = sparkdl.current_worker()
         for epoch in range(3):
             worker.report(epoch=epoch, loss=torch.tensor(0.5 + worker.rank, requires_grad=True))
+        with pytest.raises(ConfigError, match="report takes numbers"):
+            worker.report(x="many")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"there are no rows: .* df="):
+            worker.batches(3)
 
     reports: list[tuple[int, dict[str, float]]] = []
     sparkdl.run(speak, num_workers=2, on_report=lambda *report: reports.append(report))
@@ -278,14 +269,14 @@ def test_a_checkpoint_is_written_once_and_read_by_workers_and_driver(
         assert seen_by_all is not None
         return seen_by_all["epoch"], flat(model)
 
-    for expected in (1, 2, 3):
+    for expected in (1, 2):
         results = sparkdl.run(go_on, num_workers=2)
         assert results[0] == results[1]
         assert results[0][0] == expected
 
     state = sparkdl.load_checkpoint(path)
     assert state is not None
-    assert (state["rank"], state["optimizer"]["state"][0]["step"].item()) == (0, 3)
+    assert (state["rank"], state["optimizer"]["state"][0]["step"].item()) == (0, 2)
     model = nn.Linear(2, 1)
     model.load_state_dict(state["model"])
     assert flat(model) == results[0][1]
@@ -338,21 +329,5 @@ def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
         sparkdl.run(_never, df=rows, shuffleRows="always")
     with pytest.raises(ConfigError, match=r"shuffleRows='none' .* has 3 for 2 tasks"):
         sparkdl.run(_never, df=rows, shuffleRows="none")
-    with pytest.raises(WorkerError, match=r"ConfigError: there are no rows: .* df="):
-        sparkdl.run(lambda: sparkdl.current_worker().batches(3), num_workers=1)
     with pytest.raises(WorkerError, match="batch_size must be a whole number"):
         sparkdl.run(lambda: sparkdl.current_worker().batches(0), num_workers=1, df=rows)
-    with pytest.raises(WorkerError, match="report takes numbers"):
-        sparkdl.run(lambda: sparkdl.current_worker().report(x="many"), num_workers=1)  # type: ignore[arg-type]
-
-
-def test_nothing_of_the_rows_is_left_on_the_workers_disks(spark: SparkSession) -> None:
-    def look() -> list[str]:
-        sparkdl.current_worker().batches(4)
-        return unnamed_files()
-
-    during = sparkdl.run(look, num_workers=3, df=frame(spark))
-    assert all(during)
-    with pytest.raises(WorkerError, match="called in spite"):
-        sparkdl.run(_never, num_workers=3, df=frame(spark))
-    assert sparkdl.run(unnamed_files, num_workers=3) == [[], [], []]

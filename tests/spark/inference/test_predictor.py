@@ -322,11 +322,17 @@ def rows(spark: SparkSession) -> DataFrame:
     return spark.range(3).selectExpr("double(id) AS features").coalesce(1).cache()
 
 
-@every("made", COUNTING)
-def test_every_transform_begins_with_the_module_as_it_is_here(
-    rows: DataFrame, made: Callable[[], nn.Module]
-) -> None:
-    model = TorchModel.from_module(made(), torch.zeros(1))
+class CountsInAllWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(made() for made in COUNTING)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part(x) for part in self.parts]).amax(0)
+
+
+def test_every_transform_begins_with_the_module_as_it_is_here(rows: DataFrame) -> None:
+    model = TorchModel.from_module(CountsInAllWays(), torch.zeros(1))
     predicted = [
         [row.prediction for row in model.transform(rows).collect()] for _ in range(TRANSFORMS)
     ]

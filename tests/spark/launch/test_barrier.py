@@ -20,7 +20,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from frames import estimator, features_of, frame, frame_of_sizes, labels_of, same_bits
+from frames import (
+    estimator,
+    features_of,
+    frame,
+    frame_of_sizes,
+    ids_by_partition,
+    labels_of,
+    same_bits,
+)
 from models import Saboteur
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -29,7 +37,7 @@ from waiting import eventually
 
 import sparkdl
 from sparkdl import GradientAllReduce
-from sparkdl.errors import ConfigError, DataError, TrainingError, WorkerError
+from sparkdl.errors import ConfigError, DataError, TrainingError
 from sparkdl.spark.cluster import slots
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import require_free_slots
@@ -76,7 +84,7 @@ def limited(spark: SparkSession) -> DataFrame:
     return frame(spark, 60, 9).limit(50)
 
 
-@pytest.mark.nightly_variants(daily=2)
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize(
     ("make", "rows"),
     [(union, 90), (coalesced, 60), (limited, 50)],
@@ -90,24 +98,9 @@ def test_any_lineage_can_be_trained_on(
 
 
 def test_uneven_and_empty_partitions_do_not_hang(spark: SparkSession) -> None:
-    for sizes in ([54, 3, 3], [0, 30, 30]):
-        model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(frame_of_sizes(spark, sizes))
-        assert model.history[0].examples == 60
-
-
-def sabotage(spark: SparkSession, trace: Path, deed: str, **changes: Any) -> None:
-    model = Saboteur(str(trace), deed)
-    estimator(model=model, strategy=ALL_REDUCE, numWorkers=3, epochs=2, **changes).fit(
-        frame(spark, rows=90, partitions=3)
-    )
-
-
-def test_an_exception_on_one_rank_surfaces_as_that_ranks_traceback(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    with pytest.raises(WorkerError, match="rank 1, epoch 1, step 3: ZeroDivisionError") as caught:
-        sabotage(spark, tmp_path / "passes", "explode")
-    assert "in explode" in caught.value.worker_traceback
+    rows = frame_of_sizes(spark, [0, 54, 6])
+    model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(rows)
+    assert model.history[0].examples == 60
 
 
 @pytest.mark.gate
@@ -115,22 +108,17 @@ def test_a_rank_killed_in_training_ends_the_fit_and_is_named(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     started = time.monotonic()
+    dying = estimator(
+        model=Saboteur(str(tmp_path / "passes"), "die"),
+        strategy=ALL_REDUCE,
+        numWorkers=3,
+        epochs=2,
+        timeout=120.0,
+        maxFailures=1,
+    )
     with pytest.raises(TrainingError, match="rank 1"):
-        sabotage(spark, tmp_path / "passes", "die", timeout=120.0, maxFailures=1)
+        dying.fit(frame(spark, rows=90, partitions=3))
     assert time.monotonic() - started < 90
-    assert_next_fit_works(spark)
-
-
-@pytest.mark.nightly
-def test_a_rank_that_hangs_ends_the_fit_after_the_timeout_and_is_named(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    # The timeout also limits the workers' start, and a session's first start is its slowest.
-    assert_next_fit_works(spark)
-    started = time.monotonic()
-    with pytest.raises(TrainingError, match=r"rank 1 on .* did not take part"):
-        sabotage(spark, tmp_path / "passes", "sleep", timeout=12.0, maxFailures=0)
-    assert time.monotonic() - started < 60
     assert_next_fit_works(spark)
 
 
@@ -267,25 +255,13 @@ def labels_and_ids() -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.nightly
-def test_workers_of_a_function_get_rows_of_each_class_from_files_sorted_by_it(
-    files: DataFrame,
-) -> None:
-    shards = sparkdl.run(labels_and_ids, num_workers=WORKERS, df=files)
-    assert sorted(row for shard in shards for _, row in shard) == list(range(ROWS))
-    for shard in shards:
-        counts = [sum(label == each for label, _ in shard) for each in range(3)]
-        # 80 of each are expected, hypergeometric with a deviation of 6.3; sorted: 160, 80 and 0
-        assert all(48 <= count <= 112 for count in counts), counts
-
-
 @pytest.mark.nightly_variants
 @pytest.mark.parametrize("by", ["fit", "run"])
 def test_a_bad_row_is_named_where_the_users_dataframe_has_it(files: DataFrame, by: str) -> None:
     bad = 333
     label = F.when(F.col("id") != bad, F.col("label"))
     rows = files.withColumn("label", label)
-    parts = [[row.id for row in part] for part in rows.rdd.glom().collect()]
+    parts = ids_by_partition(files)
     ((partition, position),) = [
         (number, part.index(bad)) for number, part in enumerate(parts) if bad in part
     ]

@@ -70,8 +70,8 @@ def cached(rows: DataFrame) -> DataFrame:
 
 
 DATA: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
-    "partitions": lambda spark, path: frame(spark, ROWS, 7),
     "cached": lambda spark, path: cached(frame(spark, ROWS, 5).repartition(3)),
+    "partitions": lambda spark, path: frame(spark, ROWS, 7),
     "uneven": lambda spark, path: cached(frame_of_sizes(spark, [50, 10, 30])),
     "files": lambda spark, path: files_of(frame(spark, ROWS, 5), path),
     "unsplittable": lambda spark, path: files_of(frame(spark, ROWS, 5), path, compression="gzip"),
@@ -81,7 +81,7 @@ DATA: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
 }
 
 
-@pytest.mark.nightly_variants(daily=2)
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize(
     "data",
     [

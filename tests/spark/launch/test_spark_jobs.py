@@ -15,7 +15,7 @@ from models import lines
 from pyspark.sql import DataFrame, SparkSession
 from subprocesses import printed_by
 
-from sparkdl import GradientAllReduce, ParameterAveraging
+from sparkdl import ParameterAveraging
 from sparkdl.errors import DataError
 
 
@@ -69,10 +69,13 @@ def read_through(rows: DataFrame, trace: Path) -> DataFrame:
 
 @pytest.mark.gate
 def test_a_fit_is_one_spark_job_in_a_group_of_its_own(spark: SparkSession) -> None:
-    (first,) = jobs_during_fit(frame(spark, partitions=2), epochs=3)
+    strategy = ParameterAveraging(period=4)
+    (first,) = jobs_during_fit(frame(spark, partitions=2), epochs=3, strategy=strategy)
     (second,) = jobs_during_fit(frame(spark, partitions=2))
     assert training_jobs([first, second]) == [first, second]
     assert first.group != second.group
+    told = "sparkdl: train Sequential on 2 workers, ParameterAveraging(period=4"
+    assert str(first.description).startswith(told)
 
 
 @pytest.mark.gate
@@ -108,28 +111,9 @@ def test_data_that_are_refused_were_computed_once(spark: SparkSession, tmp_path:
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
-@pytest.mark.nightly
-def test_the_description_says_model_workers_and_strategy(spark: SparkSession) -> None:
-    (job,) = training_jobs(
-        jobs_during_fit(
-            frame(spark, partitions=3), strategy=ParameterAveraging(period=4), numWorkers=3
-        )
-    )
-    assert job.description is not None
-    assert job.description.startswith("sparkdl: train Sequential on 3 workers, ")
-    assert "ParameterAveraging(period=4" in job.description
-
-
-def test_a_balanced_frame_is_trained_on_without_a_shuffle(spark: SparkSession) -> None:
-    (job,) = training_jobs(jobs_during_fit(frame(spark, rows=60, partitions=3), numWorkers=3))
-    assert job.stages == 1
-
-
 def test_no_frame_is_shuffled_whose_rows_are_exchanged(spark: SparkSession) -> None:
-    skewed, many = frame_of_sizes(spark, [55, 3, 2]), frame(spark, partitions=5)
-    for rows, strategy in ((skewed, ParameterAveraging(4)), (many, GradientAllReduce())):
-        (job,) = training_jobs(jobs_during_fit(rows, numWorkers=3, strategy=strategy))
-        assert job.stages == 1
+    (job,) = training_jobs(jobs_during_fit(frame_of_sizes(spark, [55, 3, 2]), numWorkers=3))
+    assert job.stages == 1
 
 
 def test_a_skewed_frame_is_trained_on_after_a_shuffle_if_that_is_wanted(
@@ -142,14 +126,16 @@ def test_a_skewed_frame_is_trained_on_after_a_shuffle_if_that_is_wanted(
     assert len({job.group for job in jobs}) == 1
 
 
-def test_the_users_own_job_group_survives_a_fit(spark: SparkSession) -> None:
+def test_a_balanced_frame_is_trained_on_without_a_shuffle_in_the_users_own_job_group(
+    spark: SparkSession,
+) -> None:
     context = spark.sparkContext
     context.setJobGroup("nightly", "my own report")
     try:
-        jobs = jobs_during_fit(frame(spark, partitions=2))
+        (job,) = jobs_during_fit(frame(spark, partitions=3), numWorkers=3)
         assert context.getLocalProperty("spark.jobGroup.id") == "nightly"
         assert context.getLocalProperty("spark.job.description") == "my own report"
-        assert [job.group for job in jobs] == ["nightly"]
+        assert (job.group, job.stages) == ("nightly", 1)
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel"):
             context.setLocalProperty(name, None)

@@ -44,6 +44,7 @@ def test_the_error_of_a_fit_says_which_address_could_not_be_reached(
         estimator(strategy=strategy).fit(frame(spark))
 
 
+@pytest.mark.gate
 def test_the_error_of_a_run_says_which_address_could_not_be_reached(spark: SparkSession) -> None:
     address = rf"{re.escape(NOBODY)}:\d+"
     wanted = rf"^rank \d cannot reach the driver at {address}: .*refused\. .*spark.driver.host"

@@ -232,16 +232,18 @@ def test_decimals_are_the_doubles_of_sparks_cast(spark: SparkSession) -> None:
     )
     rows = rows.withColumn("y", F.col("w") * 2)
     expected = values(rows.withColumn("x", F.col("x").cast("double")), "x")
-    for name in ("x", "xs"):
-        model = estimator(
-            model=First,
-            loss=nn.MSELoss(),
-            featuresCol=name,
-            labelCol="y",
-            weightCol="w",
-            numWorkers=1,
-            optimizer=partial(torch.optim.SGD, lr=0.0),
-        ).fit(rows)
+    fitted = estimator(
+        model=First,
+        loss=nn.MSELoss(),
+        featuresCol="xs",
+        labelCol="y",
+        weightCol="w",
+        numWorkers=1,
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+    ).fit(rows)
+    example = torch.zeros(1, dtype=torch.float64)
+    taken = TorchModel.from_module(First(), example, featuresCol="x")
+    for name, model in (("xs", fitted), ("x", taken)):
         assert values(model.transform(rows), "prediction") == expected
         called = rows.select(model.udf()(name).alias("prediction"))
         assert values(called, "prediction") == expected
