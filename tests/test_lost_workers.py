@@ -7,11 +7,10 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from by_keyword import run
 from every_row import every
 from misbehaving import (
     Misbehaves,
-    Raises,
-    marked,
     processes_in,
     run_with_breaks,
     seen_through,
@@ -36,10 +33,9 @@ from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.membership import STRAGGLER_S
-from sparkdl.errors import DeadlineError, WorkerError, WorkerLostError
+from sparkdl.errors import DeadlineError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.testing import run_world
 from sparkdl.testing.world import _processes, _threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -122,21 +118,6 @@ def test_steps_before_the_first_commit_are_forgotten_with_their_optimizers_state
     assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
 
 
-@every(
-    ("limits", "max_failures", "message"),
-    [
-        ([8_000], 0, r"rank \d on \S+ ended its connection"),
-        (repeat(8_000), 3, r"4 workers were lost, .*maxFailures .*\(3\): rank"),
-    ],
-)
-def test_one_failure_too_many_ends_the_run_and_names_the_last_ones(
-    tmp_path: Path, limits: Iterable[int], max_failures: int, message: str
-) -> None:
-    job = make_job(mlp(), epochs=50, max_failures=max_failures)
-    with pytest.raises(WorkerLostError, match=message):
-        run_with_breaks(job, classification(SIZES).shards(), tmp_path, limits)
-
-
 @pytest.mark.nightly
 def test_a_stopped_process_is_dropped_and_comes_back(tmp_path: Path) -> None:
     job = make_job(Misbehaves(tmp_path, stop, after=5), epochs=3, max_failures=2)
@@ -178,11 +159,6 @@ def test_a_stopped_process_is_dropped_and_comes_back(tmp_path: Path) -> None:
     assert "rank 1" in averagers[0].losses[0]
     assert "did not contribute to round" in averagers[0].losses[0]
     assert len(processes_in(tmp_path)) == 1
-
-
-def test_the_users_error_is_not_tried_again() -> None:
-    with pytest.raises(WorkerError, match="the user's own mistake"):
-        run_world(make_job(Raises(), max_failures=9), marked(SIZES, 0).shards())
 
 
 def test_a_worker_that_never_comes_back_is_named_with_why_it_was_lost(tmp_path: Path) -> None:

@@ -150,8 +150,3 @@ def test_labels_that_are_a_tuple_stay_one_when_lengths_are_known(count: int) -> 
     labels = tuple(ColumnSpec(f"y{n}", torch.float32, (UNKNOWN,)) for n in range(count))
     schema = FeedSchema((ColumnSpec("x", torch.float32),), labels).of_lengths([None] + [4] * count)
     assert schema.label == tuple(ColumnSpec(f"y{n}", torch.float32, (4,)) for n in range(count))
-
-
-def test_a_label_of_its_own_stays_one_when_lengths_are_known() -> None:
-    schema = FeedSchema((ColumnSpec("x", torch.float32),), ColumnSpec("y", torch.int64))
-    assert schema.of_lengths([None, None]) == schema

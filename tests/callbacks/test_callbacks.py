@@ -89,12 +89,6 @@ def test_each_method_is_called_when_it_is_its_turn(tmp_path: Path) -> None:
     assert [each.validation_examples for each in outcome.history] == [12, 12]
 
 
-def test_callbacks_change_nothing_if_they_do_nothing() -> None:
-    job, shards = with_held_out_rows(epochs=3)
-    with_one = run_world(job, shards, callbacks=[Diary()]).module
-    assert same(with_one, run_world(job, shards).module)
-
-
 @every(
     ("strategy", "ranks_as"),
     [(ParameterAveraging(2), "threads"), (GradientAllReduce(), "processes")],

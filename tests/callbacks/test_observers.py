@@ -19,12 +19,11 @@ from waiting import eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.messages.run_events import CheckpointSaved
-from sparkdl.callbacks import Callback, MLflow, TensorBoard, TimeBudget, Training, TrainingReport
+from sparkdl.callbacks import Callback, TensorBoard, TimeBudget, Training, TrainingReport
 from sparkdl.callbacks.base import QUICK_S, Calls
 from sparkdl.driver import Outcome, as_builder
 from sparkdl.errors import CallbackError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.jobs.logs import EpochLines
 from sparkdl.strategies import (
     ElasticAveraging,
     GradientAllReduce,
@@ -92,11 +91,6 @@ def test_an_observer_is_tried_again_unless_that_took_long_and_always_at_the_end(
         told(CheckpointSaved())
     told.end(None)
     assert calls == ["quick", "slow", "quick", "quick", "quick ends", "slow ends"]
-
-
-def test_reports_trackers_and_log_lines_are_observers() -> None:
-    assert all(each.observer for each in (TrainingReport, TensorBoard, MLflow, EpochLines))
-    assert not Callback.observer
 
 
 def test_a_report_whose_path_becomes_a_directory_costs_nothing_but_the_report(

@@ -65,16 +65,6 @@ def test_weights_are_plain_safetensors_under_torchs_names(tmp_path: Path) -> Non
     assert weights.keys() == module.state_dict().keys()
 
 
-def test_buffers_of_other_dtypes_come_back(tmp_path: Path) -> None:
-    builder = partial(nn.BatchNorm1d, 3)
-    module = builder()
-    module(torch.randn(8, 3))
-    write(module, builder, tmp_path)
-    loaded = load_module(tmp_path)
-    assert same_state(loaded, module)
-    assert int(loaded.get_buffer("num_batches_tracked")) == 1
-
-
 class WithCaches(nn.Module):
     """Has buffers that are no part of its state, each of another dtype than the weights."""
 

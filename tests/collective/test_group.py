@@ -80,16 +80,6 @@ def test_it_listens_on_the_chosen_interface_only() -> None:
     assert run_ranks(2, body) == [{"0100007F"}, {"0100007F"}]
 
 
-def test_whoever_reaches_the_store_reads_and_overwrites_it() -> None:
-    """The reason why groups are refused where Spark authenticates."""
-    with alone() as collective:
-        stranger = dist.TCPStore(*collective.meeting.master, is_master=False)
-        (name,) = stranger.list_keys()
-        assert stranger.get(name) == collective._store.get(name) != b"elsewhere"
-        stranger.set(name, "elsewhere")
-        assert collective._store.get(name) == b"elsewhere"
-
-
 @pytest.mark.nightly_variants
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_killed_in_an_all_reduce_is_named_by_the_others(victim: int) -> None:

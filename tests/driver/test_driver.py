@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from waiting import eventually
 
 import sparkdl.testing.world
 from sparkdl.averager import Averager
-from sparkdl.driver import as_builder, initial_center
+from sparkdl.driver import as_builder
 from sparkdl.errors import DataError, ModelError, TrainingError, WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -199,40 +198,6 @@ def test_an_instance_is_built_as_a_copy_and_stays_untouched() -> None:
     outcome = run_world(make_job(model, epochs=2), classification([8, 8]).shards())
     assert outcome.module is not model
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
-def test_a_builder_is_called_under_the_jobs_seed_and_leaves_the_callers_random_state() -> None:
-    job = make_job(partial(nn.Linear, 6, 3))
-    torch.manual_seed(123)
-    first = job.replica()
-    drawn = torch.rand(2)
-    second = job.replica()
-    torch.manual_seed(123)
-    assert torch.equal(torch.rand(2), drawn)
-    for mine, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
-        assert torch.equal(mine, other)
-
-
-def test_the_first_center_has_no_optimizer_state_and_shares_the_parameters_memory() -> None:
-    job = make_job(mlp(), optimizer=partial(torch.optim.Adam, lr=0.1))
-    replica = job.replica()
-    layout, center = initial_center(replica, with_optimizer=True)
-    assert [segment.kind for segment in layout] == ["parameters", "optimizer", "optimizer"][
-        : len(layout)
-    ]
-    parameters = replica.segments(with_optimizer=False)[0]
-    assert center[0].data_ptr() == parameters.data_ptr()
-    assert all(
-        not tensor.any()
-        for tensor, segment in zip(center, layout, strict=True)
-        if segment.kind == "optimizer"
-    )
-
-
-def test_narrow_parameters_have_a_center_in_float32() -> None:
-    replica = make_job(mlp().to(torch.bfloat16)).replica()
-    _, center = initial_center(replica, with_optimizer=False)
-    assert [tensor.dtype for tensor in center] == [torch.float32]
 
 
 class Sparse(nn.Linear):

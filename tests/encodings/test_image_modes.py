@@ -16,7 +16,6 @@ from every_row import every
 from pictures import encoded, on_white
 
 from sparkdl import encodings
-from sparkdl.encodings import images
 
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
 """PNG's colour types."""
@@ -135,14 +134,6 @@ def test_modes_of_eight_bits_are_converted_as_by_pillow() -> None:
             expected = np.asarray((read if channels == 4 else on_white(read)).convert(wanted))
             expected = expected.reshape(4, 4, channels).transpose(2, 0, 1)
             assert np.array_equal(values.flatten().to_numpy().reshape(channels, 4, 4), expected)
-
-
-def test_an_opaque_image_with_alpha_is_not_laid_on_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(images, "_laid", None)
-    for file in (png(8, RGBA, [1, 2, 3, 255]), png(8, PALETTE, [0], bytes([255, 0]))):
-        assert decoded(file, 3, 1)[1] == ""
 
 
 def test_a_jpeg_for_print_is_converted_as_by_pillow() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,19 +51,6 @@ def test_channels_last_changes_no_result_and_stays(strategy: Strategy, error: fl
     assert relative_error(outcome.module, oracle) <= error
     strides = [parameter.stride() for parameter in outcome.module.parameters()]
     assert strides == [parameter.stride() for parameter in model.parameters()]
-
-
-@every("strategy", [GradientAllReduce(), ParameterAveraging()])
-def test_the_history_holds_the_loss_over_all_rows(strategy: Strategy) -> None:
-    """Without learning, every row's loss is that of the initial model."""
-    data = classification([13, 6, 0])
-
-    outcome = trained(data, mlp(), strategy, optimizer=partial(torch.optim.SGD, lr=0.0), epochs=1)
-
-    outputs = mlp()(torch.from_numpy(data.features)).detach()
-    loss = nn.functional.cross_entropy(outputs, torch.from_numpy(data.targets))
-    assert outcome.history[0].loss == pytest.approx(float(loss), rel=1e-12)
-    assert outcome.history[0].examples == 19
 
 
 @every("sizes", [[8, 16], [0, 8]])
@@ -188,13 +174,6 @@ def test_parameters_and_statistics_are_those_of_one_process(
 
     oracle = sgd_on_union(build(), data, optimizer, epochs=3)
     assert relative_error(outcome.module, oracle) <= 1e-9
-
-
-def test_without_it_workers_normalize_alone() -> None:
-    data = classification([12, 12])
-    alone = trained(data, flat_network(), GradientAllReduce()).module
-    together = trained(data, flat_network(), TOGETHER).module
-    assert relative_error(alone, together) > 1e-3
 
 
 def test_workers_accumulate_different_numbers_of_minibatches() -> None:

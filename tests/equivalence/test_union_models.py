@@ -133,7 +133,7 @@ class OfAllKinds(nn.Module):
         return outputs
 
 
-@pytest.mark.nightly_variants(every=2)
+@pytest.mark.nightly_variants(every=4)
 @pytest.mark.parametrize(
     ("model", "strategy", "sizes"),
     [
@@ -150,8 +150,7 @@ def test_models_of_all_kinds_equal_one_process(model: Any, strategy: Any, sizes:
     assert relative_error(outcome.module, sgd_on_union(model(), data, ADAM, epochs=2)) <= 1e-9
 
 
-@every("strategy", [SHARDED, hybrid(1)])
-@every("synchronized", [False, True])
+@every(("strategy", "synchronized"), [(SHARDED, False), (SHARDED, True), (hybrid(1), True)])
 def test_statistics_and_random_numbers_are_those_of_plain_all_reduce(
     strategy: Any, synchronized: bool
 ) -> None:

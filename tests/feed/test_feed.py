@@ -6,26 +6,21 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
 from feeds import SCHEMA, ids_of, open_feed, read, record_batch_sizes, record_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from toys import permutation
 
 from sparkdl.feed import minibatches
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.minibatches import DeviceChunk, prefetched
+from sparkdl.feed.minibatches import prefetched
 from sparkdl.feed.order import even_sizes
 from sparkdl.feed.store.partition_store import PartitionStore
-from sparkdl.testing import batches_of
 
 
 @settings(max_examples=80, deadline=None)
@@ -63,18 +58,6 @@ def test_every_epoch_follows_the_documented_permutation_also_if_it_is_repeated(
             assert ids_of(list(feed.epoch(number))) == order.tolist()
 
 
-def test_the_source_is_exhausted_when_the_feed_is_filled(tmp_path: Path) -> None:
-    drained: list[bool] = []
-
-    def source() -> Iterator[pa.RecordBatch]:
-        yield from record_batches([4, 4])
-        drained.append(True)
-
-    with open_feed(tmp_path) as feed:
-        feed.fill(source())
-        assert drained == [True]
-
-
 def test_the_rows_read_so_far_are_told_while_they_are_read(tmp_path: Path) -> None:
     log: list[str] = []
 
@@ -108,89 +91,7 @@ def test_an_even_epoch_has_every_row_once_in_so_many_batches_of_one_size_give_or
     assert {batch.features[0].shape[1:] for batch in batches} == {(2,)}
 
 
-@every("kind", [np.float64, np.int32, np.int64, np.bool_])
-def test_batches_of_cuts_arrays_into_record_batches(kind: type) -> None:
-    shard = batches_of(3, a=np.ones((8, 2), kind), b=np.arange(8))
-    assert [batch.num_rows for batch in shard] == [3, 3, 2]
-    assert shard[0].column(0).type == pa.list_(pa.from_numpy_dtype(kind))
-    assert [i for batch in shard for i in batch.column(1).to_pylist()] == list(range(8))
-
-
 PREFETCHER = "sparkdl-prefetch_0"
-NO_EVENT: Any = None
-
-
-def test_for_a_gpu_rows_are_gathered_into_pinned_memory_and_sent_in_a_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    take = PartitionStore.take
-
-    def gather(store: PartitionStore, rows: Tensor, *, pinned: bool = False) -> list[Tensor]:
-        assert pinned
-        log.append(f"gathered by {threading.current_thread().name}")
-        return take(store, rows)  # pinned memory needs a GPU
-
-    class Chunk(DeviceChunk):
-        def ready(self) -> list[Tensor]:
-            log.append("used")
-            assert threading.current_thread() is threading.main_thread()
-            return self.columns
-
-    def send(tensors: list[Tensor], device: torch.device) -> DeviceChunk:
-        assert device.type == "cuda"
-        assert threading.current_thread().name == PREFETCHER
-        return Chunk(tensors, NO_EVENT)
-
-    def epochs(device: str) -> list[list[int]]:
-        with Feed(SCHEMA, batch_size=4, seed=1, rank=0, directory=tmp_path, device=device) as feed:
-            feed.fill(record_batches([30, 12]))
-            return [[int(i) for b in feed.epoch(e) for i in b.targets] for e in (1, 2, 3)]
-
-    expected = epochs("cpu")
-    monkeypatch.setattr(minibatches, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(PartitionStore, "take", gather)
-    monkeypatch.setattr(minibatches, "to_gpu", send)
-
-    assert epochs("cuda") == expected
-    assert log.count("used") == log.count(f"gathered by {PREFETCHER}") > 30
-    assert not [t for t in threading.enumerate() if t.name == PREFETCHER]
-
-
-def test_copies_on_their_way_are_waited_for_and_kept_by_the_stream_that_uses_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[Any] = []
-    stream = SimpleNamespace(wait_event=lambda event: log.append(("wait for", event)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    tensors: list[Any] = [
-        SimpleNamespace(device="cuda:0", record_stream=lambda s, k=k: log.append((k, s)))
-        for k in ("first", "second")
-    ]
-    event: Any = "the event"
-
-    assert DeviceChunk(tensors, event).ready() is tensors
-    assert log == [("wait for", event), ("first", stream), ("second", stream)]
-
-
-def test_on_a_cpu_rows_are_where_they_were_gathered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[Tensor] = []
-    take = PartitionStore.take
-
-    def gather(store: PartitionStore, rows: Tensor, *, pinned: bool = False) -> list[Any]:
-        columns: list[Any] = take(store, rows, pinned=pinned)
-        taken.extend(columns)
-        return columns
-
-    monkeypatch.setattr(PartitionStore, "take", gather)
-    with Feed(SCHEMA, batch_size=4, seed=1, rank=0, directory=tmp_path) as feed:
-        feed.fill(record_batches([4]))
-        (batch,) = feed.epoch(1)
-    assert [batch.features[0].data_ptr(), batch.targets.data_ptr()] == [  # type: ignore[index,union-attr]
-        each.data_ptr() for each in taken
-    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

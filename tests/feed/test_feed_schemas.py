@@ -181,13 +181,6 @@ def test_arrays_of_any_layout_and_dtype_are_looked_at(
     assert first_lost(numbers, dtype) == place
 
 
-def test_the_label_is_the_last_column() -> None:
-    features = (ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, (3,)))
-    label = ColumnSpec("y", torch.int64)
-    assert FeedSchema(features, label).columns == (*features, label)
-    assert [column.row_shape for column in features] == [(), (3,)]
-
-
 def test_lengths_found_in_the_data_complete_the_columns_that_had_none() -> None:
     numbers, known = ColumnSpec("a", torch.float32), ColumnSpec("b", torch.float32, (3,))
     unknown, label = ColumnSpec("c", torch.int64, (UNKNOWN,)), ColumnSpec("y", torch.int64)
@@ -196,12 +189,6 @@ def test_lengths_found_in_the_data_complete_the_columns_that_had_none() -> None:
     assert schema.of_lengths([None, 3, 5, None]) == FeedSchema(
         (numbers, known, ColumnSpec("c", torch.int64, (5,))), label
     )
-
-
-def test_a_column_is_an_array_whether_its_length_is_known_or_not() -> None:
-    shapes: list[tuple[int, ...]] = [(), (3,), (0,), (UNKNOWN,)]
-    found = [ColumnSpec("c", torch.int64, shape).is_array for shape in shapes]
-    assert found == [False, True, True, True]
 
 
 def test_masks_are_what_torch_and_hugging_face_take() -> None:

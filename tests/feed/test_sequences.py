@@ -101,15 +101,6 @@ def test_even_minibatches_of_padded_rows_hold_each_once_some_of_them_empty(tmp_p
             assert found[i]["lengths"].tolist() == [length + 1]
 
 
-def test_a_minibatch_of_empty_rows_is_one_item_of_padding(tmp_path: Path) -> None:
-    rows = [0, 0, 0]
-    with open_feed(tmp_path) as feed:
-        ((batch,), _) = read(feed, record_batches(rows, 3))
-    assert sorted(check(batch, rows)) == [0, 1, 2]
-    assert batch.features[0].shape == (3, 1)
-    assert batch.features[2].all()
-
-
 def test_held_out_rows_are_padded_and_come_in_one_order(tmp_path: Path) -> None:
     rows = [5, 1, 4, 2, 3, 0, 9]
     schema = FeedSchema(SCHEMA.features, SCHEMA.label, validation=ColumnSpec("held", torch.bool))

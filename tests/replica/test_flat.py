@@ -27,20 +27,6 @@ from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 
 
-def test_the_layout_is_one_segment_a_kind_and_dtype() -> None:
-    replica = replica_of(batch_norm_net(), OPTIMIZERS["adam"])
-    layout = replica.layout(with_optimizer=False)
-    assert [(s.kind, s.dtype, s.numel) for s in layout] == [
-        ("parameters", torch.float64, 6 * 4 + 4 + 4 + 4 + 4 * 3 + 3),
-        ("buffers", torch.float64, 8),
-        ("buffers", torch.int64, 1),
-    ]
-    assert [s.averaged for s in layout] == [True, True, False]
-    segments = replica.segments(with_optimizer=True)
-    whole = replica.layout(with_optimizer=True)
-    assert [(s.dtype, s.numel) for s in whole] == [(t.dtype, t.numel()) for t in segments]
-
-
 @every("name", OPTIMIZERS)
 def test_everything_stays_a_view_of_the_same_flat_buffers_and_is_used_from_there(name: str) -> None:
     replica = replica_of(batch_norm_net(), OPTIMIZERS[name])
@@ -409,26 +395,6 @@ def test_dtypes_travel_in_segments_of_their_own() -> None:
     assert [s.center_dtype for s in layout] == [torch.float32, torch.float64, torch.float32]
 
 
-@every("name", OPTIMIZERS)
-def test_frozen_parameters_neither_travel_nor_change_nor_have_optimizer_state(name: str) -> None:
-    module = mlp()
-    module[0].requires_grad_(False)
-    alone, replica = mlp()[2], replica_of(module, OPTIMIZERS[name])
-    kinds = [
-        (segment.kind, segment.numel)
-        for segment in Replica(alone, OPTIMIZERS[name], nn.MSELoss()).layout(with_optimizer=True)
-    ]
-    assert [(s.kind, s.numel) for s in replica.layout(with_optimizer=True)] == kinds
-    values = {key: value.clone() for key, value in module[0].state_dict().items()}
-    for seed in range(3):
-        replica.step(batch(seed))
-    assert [(s.kind, s.numel) for s in replica.layout(with_optimizer=True)] == kinds
-    assert all(torch.equal(values[key], now) for key, now in module[0].state_dict().items())
-    assert set(replica.optimizer.state) <= set(module[2].parameters())
-    assert not module[0].weight.requires_grad
-    assert views_of([module[2].weight, module[2].bias], replica.segments(with_optimizer=False))
-
-
 def test_what_is_frozen_after_the_replica_was_built_still_travels() -> None:
     replica = replica_of(mlp(), OPTIMIZERS["adam"])
     layout = replica.layout(with_optimizer=True)
@@ -436,16 +402,6 @@ def test_what_is_frozen_after_the_replica_was_built_still_travels() -> None:
     replica.step(batch())
     replica.rebuild_optimizer()
     assert replica.layout(with_optimizer=True) == layout
-
-
-def test_what_is_unfrozen_after_the_replica_was_built_is_an_error_at_the_next_exchange() -> None:
-    module = mlp()
-    module[0].requires_grad_(False)
-    replica = replica_of(module)
-    replica.segments(with_optimizer=True)
-    module[0].bias.requires_grad_(True)
-    with pytest.raises(TrainingError, match=r"'0\.bias' required no gradient when the model was b"):
-        replica.segments(with_optimizer=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -31,21 +31,6 @@ def by_row(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).abs().amax(dim=1)
 
 
-@every(
-    "loss",
-    [
-        nn.CrossEntropyLoss(),
-        nn.CrossEntropyLoss(label_smoothing=0.1),
-        functional.cross_entropy,
-        partial(functional.cross_entropy, label_smoothing=0.1),
-    ],
-)
-def test_torchs_own_losses_give_one_value_a_row(loss: Any) -> None:
-    expected = [loss(LOGITS[i : i + 1], CLASSES[i : i + 1]).item() for i in range(4)]
-    assert with_reduction(loss, "none")(LOGITS, CLASSES).tolist() == pytest.approx(expected)
-    assert loss(LOGITS, CLASSES).dim() == 0  # the user's object is as it was
-
-
 def test_a_loss_of_the_users_is_taken_as_it_is() -> None:
     assert with_reduction(by_row, "none") is by_row
 

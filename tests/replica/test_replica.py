@@ -24,8 +24,7 @@ from toys import classification, make_job, mlp, relative_error, schema, sgd_on_u
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.process.randomness import random_state
-from sparkdl.protocols import Batch
-from sparkdl.replica import Replica, initial
+from sparkdl.replica import initial
 from sparkdl.replica.buffers import ModuleState, tensors_of
 from sparkdl.replica.optimizer_state import takes_names
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
@@ -66,24 +65,6 @@ def test_layers_kept_in_evaluation_mode_stay_in_it_and_others_train_on_after_eva
     with pytest.raises(ArithmeticError) if fails else nullcontext():
         replica.evaluate([batch()], watch)
     assert [each.training for each in replica.module.modules()] == before
-
-
-def test_bf16_computes_under_autocast_and_keeps_the_parameters_dtype() -> None:
-    seen: list[torch.dtype] = []
-
-    class Watched(nn.Linear):
-        def forward(self, features: torch.Tensor) -> torch.Tensor:
-            outputs = super().forward(features)
-            seen.append(outputs.dtype)
-            return outputs
-
-    optimizer = partial(torch.optim.SGD, lr=0.1)
-    for precision in ("float32", "bf16"):
-        module = Watched(3, 2)
-        replica = Replica(module, optimizer, nn.CrossEntropyLoss(), precision=precision)
-        replica.step(Batch((torch.randn(4, 3),), torch.tensor([0, 1, 0, 1]), last=True))
-        assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
-    assert seen == [torch.float32, torch.bfloat16]
 
 
 def test_a_model_may_differentiate_itself_where_it_is_evaluated() -> None:

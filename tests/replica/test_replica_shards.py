@@ -10,8 +10,6 @@ import pytest
 import torch
 from every_row import every
 from replicas import replica_of
-from torch import nn
-from torch.optim import lr_scheduler
 from toys import mlp
 
 from sparkdl.errors import ConfigError
@@ -146,19 +144,6 @@ def test_groups_by_the_size_of_whole_parameters_are_refused() -> None:
         sharded_replica(0, 4, by_size)
 
 
-def test_a_schedule_starts_anew_with_the_parts() -> None:
-    replica = Replica(
-        mlp(),
-        ADAM,
-        nn.CrossEntropyLoss(),
-        scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.5),
-        scheduler_every="step",
-    )
-    replica.shard(1, 2)
-    replica.schedule.start_at(1, 3)
-    assert replica.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
-
-
 def decayed_by_dimensions(named_parameters: Any) -> torch.optim.Optimizer:
     pairs = list(named_parameters)
     return torch.optim.AdamW(
@@ -207,33 +192,3 @@ def test_strips_are_stepped_like_rows_of_the_whole(optimizer: Any) -> None:
                 torch.testing.assert_close(state[key][1:-1], value[1:-1], rtol=1e-12, atol=0)
             else:
                 assert torch.equal(state[key], value)
-
-
-def test_the_layout_of_the_state_is_that_of_the_whole_before_and_after_steps() -> None:
-    replica = replica_of(mlp(), partial(torch.optim.Adam, lr=0.1))
-    replica.count_optimizer_state()
-    layout = replica.layout(with_optimizer=True)
-    replica.strips = Strips(dict.fromkeys(replica.trainable(), (0, 2)))
-    for _ in range(2):
-        for strip in replica.strips.of.values():
-            strip.grad = torch.ones_like(strip)
-        replica.update()
-        flat = replica.segments(with_optimizer=True)
-        assert replica.layout(with_optimizer=True) == layout
-        places = [each.data_ptr() for each in flat]
-    assert [each.data_ptr() for each in replica.segments(with_optimizer=True)] == places
-
-
-@every("limit", [0.5, 100.0])
-def test_gradients_are_clipped_by_the_norm_of_all_strips_and_all_others(limit: float) -> None:
-    whole, cut = mlp(), mlp()
-    first = cut[0].weight
-    others = float(first[3:].numel())  # the other worker has rows 3 and up; all gradients are 1
-    strips = Strips({first: (0, 3)}, lambda own: own + others)
-    for mine, own in zip(whole.parameters(), cut.parameters(), strict=True):
-        mine.grad = torch.ones_like(mine)
-        strips.of.get(own, own).grad = torch.ones_like(strips.of.get(own, own))
-    strips.clip(cut.parameters(), limit)
-    nn.utils.clip_grad_norm_(whole.parameters(), limit)
-    torch.testing.assert_close(strips.of[first].grad, whole[0].weight.grad[:3])
-    torch.testing.assert_close(cut[2].bias.grad, whole[2].bias.grad)

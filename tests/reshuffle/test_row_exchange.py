@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from exchanges import SEED, by_rank, whole
+from exchanges import SEED, by_rank
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
@@ -87,64 +86,6 @@ def test_sorted_rows_are_spread_as_if_they_had_been_shuffled(tmp_path: Path) -> 
 def test_fewer_rows_than_workers_leave_some_with_none(tmp_path: Path) -> None:
     columns = exchanged(tmp_path, [0, 2, 0, 0])
     assert sorted(len(each[1]) if each else 0 for each in columns) == [0, 0, 1, 1]
-
-
-def test_who_was_lost_fetches_the_same_rows_again(tmp_path: Path) -> None:
-    sizes, news = [9, 14], [PartitionStore(tmp_path) for _ in range(3)]
-    with (
-        RowServer("127.0.0.1", "secret", 20.0) as kept,
-        RowServer("127.0.0.1", "secret", 20.0) as second,
-    ):
-        addresses = [kept.address, None]
-        first = RowServer("127.0.0.1", "secret", 20.0)
-        addresses[1] = first.address
-
-        def exchange(rank: int, server: RowServer, new: PartitionStore) -> None:
-            ids = torch.arange(9) if rank == 0 else torch.arange(9, 23)
-            everyone = Everyone(by_rank(sizes), addresses)
-            part(rank, server, lambda: everyone, survives=True)(filled(tmp_path, ids), None, new, 1)
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(exchange, [0, 1], [kept, first], news[:2], timeout=60))
-        first.close()
-        addresses[1] = second.address
-        exchange(1, second, news[2])
-    before, again = (whole(new) for new in news[1:])
-    assert all(torch.equal(mine, other) for mine, other in zip(before, again, strict=True))
-    for new in news:
-        new.close()
-
-
-def test_a_worker_that_may_come_back_is_waited_for_where_it_comes_back(tmp_path: Path) -> None:
-    sizes, new, other = [9, 14], PartitionStore(tmp_path), PartitionStore(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nowhere = ["127.0.0.1", closed.getsockname()[1], None]
-    with (
-        RowServer("127.0.0.1", "secret", 20.0) as mine,
-        RowServer("127.0.0.1", "secret", 20.0) as back,
-    ):
-        addresses = iter([nowhere, nowhere])
-        asked = []
-
-        def everyone() -> Everyone:
-            asked.append(1)
-            return Everyone(by_rank(sizes), [mine.address, next(addresses, back.address)])
-
-        def come_back() -> None:
-            now = Everyone(by_rank(sizes), [mine.address, back.address])
-            ids = torch.arange(9, 23)
-            part(1, back, lambda: now)(filled(tmp_path, ids), None, other, 1)
-
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(come_back)
-            ids = torch.arange(9)
-            part(0, mine, everyone, survives=True)(filled(tmp_path, ids), None, new, 1)
-            done.result(30)
-    assert len(asked) >= 3
-    seen = torch.cat([whole(new)[1], whole(other)[1]])
-    assert seen.sort().values.tolist() == list(range(23))
-    new.close()
-    other.close()
 
 
 def refuse(

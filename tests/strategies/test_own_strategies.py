@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
-import own_asynchronous
 import own_outer_momentum
 import pytest
-from every_row import every
 from own_drifting import Drift, Drifting
 from torch import nn
 from toys import classification, make_job, mlp
@@ -23,17 +20,6 @@ from sparkdl.errors import WorkerError
 from sparkdl.strategies import ParameterAveraging, Run
 from sparkdl.testing import run_world
 from sparkdl.worker import Job
-
-
-@every("module", [own_outer_momentum, own_asynchronous])
-def test_it_is_a_short_file_that_needs_strategies_and_protocols_alone(module: ModuleType) -> None:
-    text = _text(module)
-    assert len(text.splitlines()) < 100
-    nodes = list(ast.walk(ast.parse(text)))
-    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    names |= {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
-    ours = {name for name in names if name and name.startswith("sparkdl")}
-    assert ours == {"sparkdl.strategies", "sparkdl.protocols"}
 
 
 def _text(module: ModuleType) -> str:

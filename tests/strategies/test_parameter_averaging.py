@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from functools import partial
 from typing import Any
@@ -198,16 +197,6 @@ def test_every_aggregation_gives_the_center_of_the_driver(name: str, sizes: list
             assert mine.loss == pytest.approx(other.loss, rel=1e-12)
 
 
-def test_two_workers_with_equal_windows_agree_to_the_bit() -> None:
-    """Two numbers have one order of addition."""
-    data = classification([24, 24])
-    driver, executors = (
-        averaged(where, data, mlp(), optimizer=OPTIMIZERS["adam"])
-        for where in ("driver", "executors")
-    )
-    assert same_bits(executors, driver)
-
-
 def test_optimizer_state_can_stay_with_its_worker() -> None:
     data = classification([31, 18, 9])
     strategy = {"average_optimizer_state": False}
@@ -304,17 +293,6 @@ def test_averaging_with_tails_equals_the_algorithm_by_hand(name: str, averaged: 
     assert relative_error(outcome.module, oracle) <= 1e-9
 
 
-def test_averaging_optimizer_state_is_not_the_same_as_keeping_it() -> None:
-    """Guards the tests above: if the two oracles agreed, they would prove nothing."""
-    data = classification([31, 18, 26])
-    by_hand = partial(
-        average_by_hand, mlp(), OPTIMIZERS["momentum"], data, period=3, epochs=3, batch_size=4
-    )
-    averaged = by_hand(average_optimizer_state=True)
-    kept = by_hand(average_optimizer_state=False)
-    assert relative_error(averaged, kept) > 1e-4
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(enough_rows),
@@ -344,38 +322,3 @@ def test_any_shards_and_period_equal_the_algorithm_by_hand(
         average_optimizer_state=averaged,
     )
     assert relative_error(outcome.module, oracle) <= 1e-9
-
-
-def test_batch_norm_statistics_are_averaged_and_its_counter_is_carried() -> None:
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
-    data = classification([32, 16])
-
-    outcome = run_world(
-        make_job(model, strategy=ParameterAveraging(period=2), epochs=2), data.shards()
-    )
-
-    oracle = average_by_hand(
-        copy.deepcopy(model),
-        partial(torch.optim.SGD, lr=0.1),
-        data,
-        period=2,
-        epochs=2,
-        batch_size=4,
-        average_optimizer_state=True,
-    )
-    assert relative_error(outcome.module, oracle) <= 1e-10
-    counted = outcome.module.get_buffer("1.num_batches_tracked")
-    assert counted.dtype is torch.int64
-    assert counted == oracle.get_buffer("1.num_batches_tracked") == 16
-
-
-@pytest.mark.nightly
-def test_ranks_as_processes_give_the_same_bits_as_ranks_as_threads() -> None:
-    data = classification([13, 9])
-    job = make_job(mlp(), strategy=ParameterAveraging(period=2), epochs=2)
-
-    threads = run_world(job, data.shards()).module.state_dict()
-    processes = run_world(job, data.shards(), ranks_as="processes").module.state_dict()
-
-    assert all(torch.equal(threads[key], processes[key]) for key in threads)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from by_keyword import center_of
 from every_row import every
 from torch import Tensor
 
@@ -28,14 +27,11 @@ from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
-    PARAMETER_CHANGES,
     PBSP,
     SSP,
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
     DelayedNesterov,
-    ElasticAveraging,
-    GossipAveraging,
     OuterOptimizer,
     OuterSGD,
     ParameterAveraging,
@@ -204,32 +200,6 @@ def test_with_everyone_in_each_round_they_do_at_any_rate(strategy: Strategy[Any]
         assert ends_at(strategy, rate) == pytest.approx(0.25, abs=0.005)
 
 
-def test_with_large_steps_the_center_has_last_seen_the_slow_one_unless_a_bound_holds() -> None:
-    """As averaging.md#stragglers-cut-off says, with its figures."""
-    rate = 1 / STEPS
-    assert ends_at(averaging(cutoff=1), rate) == pytest.approx(0.33, abs=0.01)
-    assert ends_at(AsynchronousSGD(2), rate) == pytest.approx(0.32, abs=0.01)
-    assert ends_at(OuterOptimizer(2, SLOW_MOMENTUM, cutoff=1), rate) == pytest.approx(
-        0.40, abs=0.01
-    )
-    assert ends_at(AsynchronousSGD(2, barrier=SSP(1)), rate) == pytest.approx(0.26, abs=0.01)
-
-
-def test_scaled_by_staleness_the_slow_one_counts_several_times() -> None:
-    """As notes/strategies.md says of Zhang et al.'s rule."""
-    strategy = AsynchronousSGD(2, scale_by_staleness=True)
-    assert ends_at(strategy, rate=0.005) == pytest.approx(0.45, abs=0.01)
-    assert ends_at(strategy, rate=1 / STEPS) == pytest.approx(0.61, abs=0.01)
-
-
-def test_an_elastic_center_is_nearer_to_a_slow_worker_and_gossip_is_not() -> None:
-    """As averaging.md#elastic-averaging says, with its figures."""
-    elastic = ElasticAveraging(2, mode="asynchronous")
-    assert ends_at(elastic, rate=0.005) == pytest.approx(0.35, abs=0.01)
-    assert ends_at(elastic, rate=0.05) == pytest.approx(0.45, abs=0.01)
-    assert ends_at(GossipAveraging(2), rate=0.005) == pytest.approx(0.25, abs=0.01)
-
-
 @every("strategy", BY_SHARE[:-1])
 def test_an_epoch_has_as_many_full_rounds_as_windows_however_it_is_divided(
     strategy: Strategy[Any],
@@ -239,25 +209,3 @@ def test_an_epoch_has_as_many_full_rounds_as_windows_however_it_is_divided(
     first = len(run.contributions)
     rounds = Speeds(strategy, GOALS, (12, 40, 9, 40), SECONDS).run(2).contributions[first:]
     assert sum(each.share for each in rounds) == pytest.approx(40 / 2, rel=0.02)
-
-
-def test_late_parameters_count_as_changes_and_all_else_as_values() -> None:
-    kinds = ("parameters", "buffers", "optimizer")
-    layout = tuple(Segment(kind, torch.float32, 1) for kind in kinds)
-    wire_format = PARAMETER_CHANGES
-    center = center_of(layout, [torch.tensor([10.0]) for _ in kinds], 2, wire_format)
-    # Rank 0 began at 10; rank 1 before, when all were 50, and has come to 47 and 44, 3 rows' worth.
-    trained, begun, rows = (12.0, 44.0), (10.0, 50.0), (1, 3)
-    total = center.open_sum([0, 1])
-    for rank in (0, 1):
-        total.declare(rank, rows[rank])
-        for index, segment in enumerate(layout):
-            value, base = torch.tensor([trained[rank]]), torch.tensor([begun[rank]])
-            encoded = wire_format.encode(value, base, segment)
-            total.add(rank, index, wire_format.contribution(segment).pack(encoded))
-    center.commit(Contributions(rows, 2, 1))
-    assert [values.item() for values in center.values] == [
-        10 + (1 * 2 + 3 * -6) / 4,
-        (1 * 12 + 3 * 44) / 4,
-        (1 * 12 + 3 * 44) / 4,
-    ]

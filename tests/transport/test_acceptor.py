@@ -22,7 +22,6 @@ from toys import sparkdl_threads
 from virtual_time import VirtualClock
 from waiting import WAIT_S, eventually
 
-from sparkdl.errors import DisconnectedError
 from sparkdl.transport import acceptor, local
 from sparkdl.transport.acceptor import (
     HANDSHAKE_S,
@@ -318,11 +317,3 @@ def test_without_file_descriptors_a_port_waits_for_better_times(
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "could not be accepted: [Errno 24]" in caplog.text
         assert join(port, clock) < JOINS_S
-
-
-def test_a_closed_port_can_be_closed_again_and_refuses(clock: VirtualClock) -> None:
-    with listening(clock) as port:
-        pass
-    port.close()
-    with pytest.raises(DisconnectedError, match="refused"):
-        introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)

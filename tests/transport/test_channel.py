@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from every_row import every
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from wire import EXPECTED, MESSAGES, Wire, channel_over, cut, listen, receive_all, values
+from wire import EXPECTED, MESSAGES, channel_over, cut, listen, receive_all, values
 
 from sparkdl.averager.messages.headers import failure_header, raise_reported_failure
 from sparkdl.errors import CollectiveError, TrainingError, WorkerError
@@ -82,28 +81,6 @@ class TestPausing:
         receive_all(channel)
         assert received == [{}, "at once"]
 
-    def test_wakes_are_in_order_and_one_a_pause(self) -> None:
-        received: list[Any] = []
-
-        def conversation() -> Conversation:
-            while True:
-                received.append((yield PAUSE))
-                received.append((yield HEADER))
-
-        channel, _ = channel_over(header_message({"n": 1}), header_message({"n": 2}))
-        channel.begin(conversation())
-        for number in range(3):
-            channel.wake(number)
-        receive_all(channel)
-        assert received == [0, {"n": 1}, 1, {"n": 2}, 2]
-
-    def test_nobody_is_woken_who_has_ended(self) -> None:
-        channel, _ = channel_over()
-        channel.begin(listen([]))
-        channel.end_conversation()
-        channel.wake("late")
-        assert channel.listens
-
 
 class TestRedirecting:
     """Values whose place is needed are received elsewhere, from any moment on."""
@@ -136,45 +113,9 @@ class TestRedirecting:
         assert came.count(b"x") == max(0, before - (len(octets) - 20))
         assert received == [{"and": "on"}]
 
-    @every("need", [HEADER, PAUSE])
-    def test_who_waits_for_something_else_goes_on_waiting_for_it(self, need: Any) -> None:
-        received: list[Any] = []
-
-        def conversation() -> Conversation:
-            received.append((yield need))
-
-        octets = header_message({"a": 1})
-        channel, wire = channel_over(octets[:9])
-        channel.begin(conversation())
-        receive_all(channel)
-        channel.redirect(memoryview(bytearray(64)))
-        wire.arriving.append(octets[9:])
-        channel.wake({"a": 1}) if need is PAUSE else receive_all(channel)
-        assert received == [{"a": 1}]
-
-    def test_a_header_on_its_way_is_received_all_the_same(self) -> None:
-        octets = header_message({"failure": 1})
-
-        def conversation() -> Conversation:
-            yield memoryview(bytearray(20))
-
-        channel, wire = channel_over(octets[:9])
-        channel.begin(conversation())
-        receive_all(channel)
-        channel.redirect(memoryview(bytearray(20)))
-        wire.arriving.append(octets[9:])
-        with pytest.raises(TrainingError):
-            receive_all(channel)
-
 
 class TestTheEnd:
     """When the other end is gone, or has nothing more to say."""
-
-    def test_an_end_of_the_stream_is_the_others_leaving(self) -> None:
-        channel, _ = channel_over(MESSAGES[:30], b"")
-        channel.begin(listen([]))
-        with pytest.raises(LeftError, match="the other end closed the connection"):
-            receive_all(channel)
 
     @every("act", [Channel.receive, Channel.flush])
     def test_so_is_a_connection_that_breaks(self, act: Callable[[Channel], bool]) -> None:
@@ -184,33 +125,6 @@ class TestTheEnd:
         wire.broken = True
         with pytest.raises(LeftError, match=r"the connection broke: (reset|broken)"):
             act(channel)
-
-    def test_after_a_conversation_whatever_arrives_is_thrown_away(self) -> None:
-        received: list[Any] = []
-        octets = b"nonsense" * 100
-        channel, wire = channel_over(MESSAGES + MESSAGES, octets)
-        channel.begin(listen(received))
-        channel.wake("woken")
-        channel.wake("woken")
-        receive_all(channel)
-        assert received == EXPECTED
-        assert not wire.arriving
-        assert not channel.has_leftover
-
-    def test_a_conversation_that_is_ended_cleans_up_and_hears_nothing(self) -> None:
-        received: list[Any] = []
-
-        def conversation() -> Conversation:
-            try:
-                received.append((yield HEADER))
-            finally:
-                received.append("cleaned up")
-
-        channel, _ = channel_over(header_message({}))
-        channel.begin(conversation())
-        channel.end_conversation()
-        receive_all(channel)
-        assert received == ["cleaned up"]
 
     @every("kind", ["header", "values"])
     @every("staging", [4, 64])
@@ -235,25 +149,6 @@ class TestTheEnd:
             receive_all(channel)
             assert bytes(place) == before
             assert not wire.arriving
-
-    def test_closing_forgets_what_was_to_be_sent(self) -> None:
-        channel, wire = channel_over()
-        channel.send_header({})
-        channel.close()
-        assert wire.closed
-        assert not channel.sends
-        assert not channel.flush()
-
-
-def test_a_stream_that_says_so_is_not_asked_again_for_what_it_does_not_have() -> None:
-    wire = Wire([b"x", b"y"], takes=[3, None])
-    wire.short_is_all = True
-    channel = Channel(wire, memoryview(bytearray(64)), lambda channel: None)
-    assert not channel.receive()
-    assert len(wire.arriving) == 1
-    channel.send([memoryview(b"frame"), memoryview(b"s")])
-    assert channel.flush()
-    assert len(wire.offers) == 1
 
 
 class TestBudget:
@@ -383,19 +278,6 @@ class TestSending:
         channel.send([memoryview(b"x")] * (2 * FRAMES_AT_ONCE + 1))
         channel.flush()
         assert wire.offers == [FRAMES_AT_ONCE, FRAMES_AT_ONCE, 1]
-
-    def test_what_is_sent_as_something_was_is_sent_too(self) -> None:
-        channel, wire = channel_over()
-        channel.send([memoryview(b"first")], lambda: channel.send([memoryview(b" second")]))
-        channel.flush()
-        assert wire.sent == b"first second"
-
-    def test_a_header_is_a_json_object_behind_its_length(self) -> None:
-        channel, wire = channel_over()
-        channel.send_header({"waiting": True})
-        channel.flush()
-        assert wire.sent[:5] == b"\x01\x00\x00\x00\x11"
-        assert json.loads(wire.sent[5:]) == {"waiting": True}
 
 
 ASKED = 40 * UNREAD_HEADERS

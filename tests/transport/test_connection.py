@@ -24,11 +24,9 @@ from hypothesis import strategies as st
 from toys import DTYPES
 from virtual_time import VirtualClock
 
-from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
 from sparkdl.transport import connecting, connection
-from sparkdl.transport.connecting import RETRY_S, ServiceAddress, introduced, reach
+from sparkdl.transport.connecting import RETRY_S, introduced, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
 from sparkdl.transport.sockets import Certificate, Encrypted, connect
@@ -57,6 +55,19 @@ class Attempts:
         raise KeyError
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """Time that passes while somebody waits for another attempt."""
+    clock = VirtualClock()
+
+    def sleep(seconds: float) -> None:
+        clock.passed += seconds
+
+    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    return clock
+
+
+@pytest.mark.usefixtures("clock")
 def test_what_may_pass_is_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
@@ -93,32 +104,12 @@ def test_what_will_not_pass_is_an_error_at_once(
             assert attempts.made == 1
 
 
-def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = VirtualClock()
-
-    def sleep(seconds: float) -> None:
-        clock.passed += seconds
-
-    monkeypatch.setattr(connecting, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+def test_patience_ends(clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = Attempts(monkeypatch, 10_000, AWAY)
     with pytest.raises(DisconnectedError, match="No route to host"):
         reach(attempts, patience_s=60.0)
     assert clock.passed == 60.0
     assert attempts.made == 60 / RETRY_S + 1
-
-
-def test_a_closed_port_is_named(free_port: int) -> None:
-    address = ServiceAddress(f"tcp://127.0.0.1:{free_port}", "token", None)
-    with pytest.raises(
-        DisconnectedError, match=rf"rank 3 cannot reach .*127.0.0.1:{free_port}: .*refused"
-    ):
-        AveragerClient(address, 3, FULL_PRECISION, deadline_s=60)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 SILENCE_S = 10.0

@@ -51,19 +51,6 @@ def test_a_job_that_is_about_to_end_may_do_so_before_the_process() -> None:
     assert printed_by("-c", FINISHING, timeout=60) == "finished\n"
 
 
-def test_what_a_job_returns_or_raises_is_the_futures() -> None:
-    pool = DaemonPool(1, "sparkdl-test")
-    wrong = KeyError("wrong")
-
-    def fail() -> None:
-        raise wrong
-
-    failed, returned = pool.submit(fail), pool.submit(lambda: 7)
-    assert failed.exception(WAIT_S) is wrong
-    assert returned.result(WAIT_S) == 7
-    pool.close()
-
-
 def test_a_job_that_hangs_keeps_no_other_waiting_while_there_are_threads() -> None:
     pool, release = DaemonPool(2, "sparkdl-test"), threading.Event()
     hanging = pool.submit(lambda: release.wait(WAIT_S))
@@ -105,9 +92,3 @@ def test_what_was_not_begun_is_still_done_after_the_close_unless_cancelled(cance
             waiting.result(WAIT_S)
     else:
         assert waiting.result(WAIT_S) == "done"
-
-
-def test_what_comes_after_the_close_is_cancelled() -> None:
-    pool = DaemonPool(1, "sparkdl-test")
-    pool.close()
-    assert pool.submit(lambda: None).cancelled()

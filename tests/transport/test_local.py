@@ -10,7 +10,7 @@ import pytest
 from virtual_time import VirtualClock
 from waiting import WAIT_S
 
-from sparkdl.errors import DisconnectedError, StoppedError
+from sparkdl.errors import StoppedError
 from sparkdl.transport import local
 from sparkdl.transport.connecting import introduced
 from sparkdl.transport.connection import Connection
@@ -143,15 +143,6 @@ def test_the_name_does_not_show_the_token() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(name_of(HOST, 1))
         assert TOKEN.encode() not in listener.getsockname()
-
-
-def test_a_closed_port_leaves_no_name_behind() -> None:
-    port = Port(HOST, TOKEN, Connection.close)
-    port.close()
-    with pytest.raises(DisconnectedError, match="Connection refused"):
-        connect(port.number)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(name_of(HOST, port.number))
 
 
 def test_a_name_at_which_nobody_is_let_in_is_passed_over() -> None:

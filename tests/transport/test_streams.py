@@ -120,19 +120,6 @@ def test_nothing_that_has_arrived_stays_where_no_selector_sees_it(pair: Pair) ->
     assert pair.here.receive([memoryview(staging)]) is None
 
 
-def test_everything_arrives_in_order_through_buffers_of_any_size(
-    pair: Pair, subtests: pytest.Subtests
-) -> None:
-    for piece in [7, 1000, 100_000]:
-        with subtests.test(piece=piece):
-            octets = Random(0).randbytes(40 * piece if piece < 100 else 300_000)
-            sender = threading.Thread(target=pair.there.sendall, args=(octets,))
-            sender.start()
-            assert pair.receive_all(len(octets), piece) == octets
-            sender.join(PATIENCE_S)
-            assert not sender.is_alive()
-
-
 def test_it_is_blocked_once_the_other_end_takes_nothing_and_goes_on_when_it_does(
     pair: Pair,
 ) -> None:
@@ -173,11 +160,6 @@ def test_many_buffers_arrive_as_one(pair: Pair) -> None:
             frames[0] = frames[0][sent:]
     assert sum(sizes) == len(expected)
     assert pair.take(len(expected)) == expected
-
-
-def test_a_small_buffer_does_not_travel_alone(pair: Pair) -> None:
-    sent = pair.here.send([memoryview(b"12345"), memoryview(bytes(100))])
-    assert sent == 105
 
 
 def test_the_end_is_seen_as_nothing_received(pair: Pair) -> None:

@@ -32,11 +32,6 @@ def written(run: Run) -> list[Told]:
     return run.tell("checkpoint_ended", saved=True)
 
 
-def test_without_a_schedule_there_is_none() -> None:
-    decisions = started(2).round(last=True)
-    assert asked(decisions) == only(do.begin_checkpoint, decisions) == []
-
-
 def test_it_asks_all_who_have_contributed_to_its_commit() -> None:
     run = started(2, checkpoints=Every(2))
     assert asked(run.round(step=1)) == []
@@ -72,14 +67,6 @@ def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> N
     run = started(1, checkpoints=Every(1))
     kinds = [decision.action for decision in run.contribute(0)]
     assert kinds[-4:] == ["commit", "report", "begin_checkpoint", "reply"]
-
-
-def test_it_is_written_once_every_worker_state_has_come() -> None:
-    run = started(2, checkpoints=Every(1))
-    run.round()
-    assert write_worker_states(run, 1) == []
-    assert write_worker_states(run, 0) == [do.write_checkpoint()]
-    assert write_worker_states(run, 0, 1) == []
 
 
 def test_who_waits_for_the_epochs_end_is_asked_at_once() -> None:
@@ -124,14 +111,6 @@ def test_nobody_is_asked_twice_for_one_checkpoint() -> None:
     assert asked(run.add(1)) == [0, 1]
 
 
-def test_rounds_in_between_ask_nobody() -> None:
-    run = started(2, checkpoints=Every(3))
-    for number in range(1, 7):
-        decisions = run.round()
-        assert asked(decisions) == ([0, 1] if number == 3 else [])
-        assert len(only(do.commit, decisions)) == (number < 6)
-
-
 def test_who_has_come_back_is_not_asked_for_a_commit_that_is_not_its_own() -> None:
     run = started(3, max_failures=1, checkpoints=Every(1))
     run.lose(0)
@@ -172,15 +151,6 @@ def test_it_needs_no_worker_state_if_all_are_lost_that_have_contributed() -> Non
 
 class TestWaiting:
     """A round after which a checkpoint is due waits for the one that is being written."""
-
-    def test_a_last_window_waits(self) -> None:
-        run = started(2, checkpoints=Every(2))
-        run.round()
-        run.round()
-        assert run.close(0)[-1] == do.receive(run.members[0], 1)
-        assert run.close(1, last=True) == []
-        write_worker_states(run, 0, 1)
-        assert written(run) == [do.receive(run.members[1], 1)]
 
     def test_rounds_go_on_until_the_next_is_due(self) -> None:
         run = started(1, checkpoints=Every(3))
@@ -261,15 +231,6 @@ class TestSilence:
 class TestPreemption:
     """A run that is told to end does so once a commit has become a checkpoint."""
 
-    def test_it_ends_behind_the_next_commit(self) -> None:
-        run = started(1, checkpoints=Every(100))
-        reason = PreemptedError("the cluster shuts down")
-        run.tell("preempt", reason)
-        assert asked(run.round()) == [0]
-        assert write_worker_states(run, 0) == [do.write_checkpoint()]
-        assert run.close(0) == []
-        assert written(run) == [do.end(reason)]
-
     def test_a_checkpoint_that_was_being_written_is_not_the_last(self) -> None:
         run = started(1, checkpoints=Every(100))
         run.tell("preempt", PreemptedError("first"))
@@ -287,18 +248,6 @@ class TestPreemption:
         reason = PreemptedError("the cluster shuts down")
         run.tell("preempt", reason)
         assert run.tell("fail", TrainingError("the workers are gone")) == [do.end(reason)]
-
-
-def test_it_is_known_whether_the_last_commit_has_become_one() -> None:
-    run = started(1, checkpoints=Every(2))
-    assert run.coordinator.checkpoints.has_last_commit
-    run.round()
-    assert not run.coordinator.checkpoints.has_last_commit
-    run.round()
-    assert not run.coordinator.checkpoints.has_last_commit
-    write_worker_states(run, 0)
-    written(run)
-    assert run.coordinator.checkpoints.has_last_commit
 
 
 class TestOneThatCouldNotBeWritten:

@@ -29,15 +29,6 @@ def replied_to(decisions: list[Told]) -> list[int]:
 class TestRounds:
     """What becomes of a round when one who takes part is lost."""
 
-    def test_it_is_committed_without_a_rank_that_is_lost_before_it_contributes(self) -> None:
-        run = started(3)
-        run.contribute(0)
-        run.contribute(1)
-        decisions = run.lose(2)
-        assert decisions[:3] == [do.drop(run.members[2]), do.skip(2), commit(run, 1, 1)]
-        assert replied_to(decisions) == [0, 1]
-        assert run.positions() == [1, 1, 0]
-
     def test_a_lost_first_rank_lets_the_others_take_their_turn(self) -> None:
         run = started(3)
         run.close(1)
@@ -78,15 +69,6 @@ class TestRounds:
         run.lose(0)
         assert only(do.commit, run.contribute(2)) == [commit(run, 1)]
         assert run.positions() == [0, 0, 1]
-
-    def test_a_whole_contribution_counts_although_its_sender_is_lost(self) -> None:
-        run = started(2)
-        run.contribute(0)
-        assert run.lose(0) == [do.drop(run.members[0])]
-        decisions = run.contribute(1)
-        assert only(do.report, decisions) == [do.report(report(0)), do.report(report(1))]
-        assert replied_to(decisions) == [1]
-        assert run.positions() == [1, 1]
 
     @every("policy", [All(), AllButStragglers(0)])
     def test_a_lost_rank_that_had_contributed_does_not_stand_for_one_who_has_yet_to(
@@ -206,16 +188,6 @@ class TestComingBack:
         assert run.close(2) == []
         assert run.take(0) == [do.open_sum((0, 2)), do.receive(run.members[2], 1)]
 
-    def test_it_may_be_lost_again_while_it_waits_to_be_let_in(self) -> None:
-        run = started(3)
-        run.lose(0)
-        run.contribute(1)
-        run.come_back(0, attempt=1)
-        run.lose(0)
-        decisions = run.contribute(2)
-        assert only(do.welcome, decisions) == []
-        assert run.come_back(0, attempt=2) == [do.welcome(run.members[0])]
-
     def test_an_epoch_does_not_end_before_a_lost_rank_is_through_with_it(self) -> None:
         run = started(2)
         run.lose(0)
@@ -288,11 +260,6 @@ class TestFencing:
         lost = "rank 0 on host-0 was replaced before its connection was known to be lost"
         assert run.coordinator.members.losses == [lost]
         assert run.coordinator.members.there == {0, 1}
-
-    def test_who_is_known_to_be_lost_is_not_dropped_again(self) -> None:
-        run = started(2)
-        run.lose(0)
-        assert run.join(0, attempt=1) == []
 
     def test_whose_place_was_taken_says_nothing_in_its_successors_name(self) -> None:
         validation = ValidationReport(rank=0, epoch=1, examples=1, loss_sum=0.0, weight=1.0)
@@ -452,7 +419,3 @@ class TestTooMany:
         run = Run(2, max_failures=1)
         assert self.join_and_lose(run, 0, task=0) == []
         assert self.join_and_lose(run, 0, task=0) != []
-
-    def test_any_is_too_many_by_default(self) -> None:
-        run = started(2, max_failures=0)
-        expect_failure(run, run.lose(1), WorkerLostError, "^rank 1 on host-1 was killed$")

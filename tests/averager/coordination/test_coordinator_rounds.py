@@ -14,7 +14,7 @@ from every_row import every
 
 from sparkdl.averager.coordination.membership import GAP_TICKS
 from sparkdl.errors import DeadlineError, TrainingError
-from sparkdl.events import EpochSummary, ValidationReport
+from sparkdl.events import EpochSummary
 
 
 def plain_reply(run: Run, rank: int) -> do.reply:
@@ -23,13 +23,6 @@ def plain_reply(run: Run, rank: int) -> do.reply:
 
 def final_reply(run: Run, rank: int) -> do.reply:
     return do.reply(run.members[rank], final=True, values=True, worker_state=False)
-
-
-def test_the_first_who_contributes_begins_the_sum_of_all() -> None:
-    run = started(3)
-    first = [do.open_sum((0, 1, 2)), do.receive(run.members[1], 5)]
-    assert run.close(1, examples=5) == first
-    assert run.close(0, examples=3) == [do.receive(run.members[0], 3)]
 
 
 def test_a_round_is_committed_when_everyone_has_contributed() -> None:
@@ -61,16 +54,6 @@ def test_a_rank_whose_epoch_is_over_gets_the_epochs_last_center() -> None:
     run.take(1)
     last = only(do.reply, run.contribute(1, last=True))
     assert last == [final_reply(run, 0), final_reply(run, 1)]
-
-
-def test_every_rank_is_active_again_in_the_next_epoch() -> None:
-    run = started(2)
-    for epoch in (1, 2, 3):
-        assert run.close(0, last=True, epoch=epoch)[0] == do.open_sum((0, 1))
-        run.add(0)
-        replies = only(do.reply, run.contribute(1, last=True, epoch=epoch))
-        assert replies == [final_reply(run, 0), final_reply(run, 1)]
-        run.take()
 
 
 def test_a_rank_without_examples_is_skipped_and_replied_to() -> None:
@@ -114,18 +97,6 @@ def test_windows_and_epoch_summaries_are_reported_in_order() -> None:
     assert told[:2] == windows
     assert told[2:] == [EpochSummary(epoch=1, loss=0.0, examples=5, rounds=2, seconds=7.0)]
     assert run.finish(0) == [do.dismiss(run.members[0]), do.end(None)]
-
-
-def test_what_was_found_on_held_out_rows_is_in_the_epochs_summary() -> None:
-    run = started(1)
-    run.round(last=True)
-    run.tell(
-        "validated",
-        run.members[0],
-        ValidationReport(rank=0, epoch=1, examples=4, loss_sum=6.0, weight=4.0),
-    )
-    (summary,) = run.coordinator.committed.history
-    assert (summary.validation_loss, summary.validation_examples) == (1.5, 4)
 
 
 def gather(run: Run, rank: int, value: object = "here") -> list[Told]:
@@ -331,10 +302,6 @@ class TestGather:
             told = do.send_gathered(members, (f"{letter}0", f"{letter}1", f"{letter}2"))
             assert gather(run, 1, f"{letter}1") == [told]
 
-    def test_who_is_alone_is_told_at_once(self) -> None:
-        run = started(1)
-        assert gather(run, 0, 5) == [do.send_gathered((run.members[0],), (5,))]
-
     def test_all_are_asked_for_a_commit_at_once_and_only_until_there_is_one(self) -> None:
         run = started(2)
         gather(run, 0, "a")
@@ -354,11 +321,6 @@ class TestGather:
         gather(run, 0, "here")
         words = "^rank 1 on host-1 did not take part in an exchange among the workers within 10 s"
         expect_failure(run, run.wait(10), DeadlineError, words)
-
-    def test_who_waits_for_the_others_is_told_that_the_run_goes_on(self) -> None:
-        run = started(2, deadline_s=8)
-        gather(run, 0, "here")
-        assert run.wait(2) == [do.say_waiting((run.members[0],))]
 
     def test_rounds_go_on_afterwards_with_a_deadline_of_their_own(self) -> None:
         run = started(2, deadline_s=10)

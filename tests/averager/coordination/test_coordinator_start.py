@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decided import Told, do
-from decisions import Run, commit, expect_failure, only, report, shard, started
+from decisions import Run, expect_failure, only, report, shard, started
 from every_row import every
 
 from sparkdl.averager.coordination.membership import Member
@@ -34,10 +34,6 @@ def test_nobody_is_let_start_before_the_driver_says_so() -> None:
     )
     assert run.read(1) == [do.report(told)]
     assert run.start() == [do.welcome(run.members[0]), do.welcome(run.members[1])]
-
-
-def test_a_second_start_starts_nothing() -> None:
-    assert started(2).start() == []
 
 
 def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the_order() -> None:
@@ -129,13 +125,6 @@ class TestDeadlines:
         words = r"^rank 0 on host-0, rank 2 on host-2 did not receive .* rows within 0\.25 s"
         expect_failure(run, run.wait(0.25), DeadlineError, words)
 
-    def test_of_several_that_are_late_those_that_did_not_start_are_named(self) -> None:
-        run = Run(3, deadline_s=10)
-        run.join(0)
-        run.join(1)
-        run.read(0)
-        expect_failure(run, run.wait(10), DeadlineError, "^rank 2 did not start")
-
     def test_a_reader_that_gives_signs_of_life_is_not_overdue(self) -> None:
         run = joined(2, deadline_s=10)
         run.read(0)
@@ -166,16 +155,6 @@ class TestDeadlines:
         run.read(0)
         assert only(do.end, run.wait(100)) == []
 
-    def test_the_first_window_has_the_whole_deadline(self) -> None:
-        run = joined(1, deadline_s=10)
-        run.read(0)
-        run.wait(100)
-        run.start()
-        run.take()
-        assert only(do.end, run.wait(9)) == []
-        words = r"rank 0 on host-0 did not contribute to round 1 \(epoch 1\) within 10 s"
-        expect_failure(run, run.wait(1), DeadlineError, words)
-
     def test_who_waits_for_the_start_is_told_now_and_then_that_it_goes_on(self) -> None:
         run = joined(2, deadline_s=8)
         run.read(0)
@@ -186,12 +165,6 @@ class TestDeadlines:
 
 class TestAfterTheEnd:
     """The first reason counts, and nothing is decided any more."""
-
-    def test_a_failure_ends_the_run_whoever_waits(self) -> None:
-        run = joined(2)
-        run.read(0)
-        error = TrainingError("bad rows")
-        assert run.tell("fail", error) == [do.end(error)]
 
     def test_the_first_failure_is_the_one_that_counts(self) -> None:
         run = Run(2)
@@ -231,16 +204,6 @@ def test_the_start_of_a_training_welcomes_only_who_is_there() -> None:
         run.read(rank)
     run.lose(1)
     assert run.start() == [do.welcome(run.members[0]), do.welcome(run.members[2])]
-
-
-def test_a_stranger_cannot_speak_for_a_member() -> None:
-    """Whose joining was refused says nothing, not even that it has finished."""
-    run = started(2, max_failures=1)
-    old = Member(0, "elsewhere", attempt=-1)
-    assert only(do.refuse, run.tell("joined", old)) != []
-    assert run.tell("finished", old) == []
-    assert run.tell("rows_found", old, shard()) == []
-    assert only(do.commit, run.round()) == [commit(run, 1, 1)]
 
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "architecture.md"

@@ -34,15 +34,6 @@ def test_without_held_out_rows_the_training_loss_is_told_at_once() -> None:
     assert told(ask(run, 1)) == {1: (0.0,)}
 
 
-def test_everyone_is_told_when_the_last_has_validated() -> None:
-    run = with_held_out_rows(Run(2))
-    run.round(last=True)
-    validate(run, 0, 3.0)
-    assert not told(ask(run, 0))
-    assert told(validate(run, 1, 5.0)) == {0: (4.0,)}
-    assert told(ask(run, 1)) == {1: (4.0,)}
-
-
 def test_only_what_is_not_known_is_told() -> None:
     run = with_held_out_rows(Run(1))
     for epoch in (1, 2, 3):
@@ -261,13 +252,6 @@ def test_in_any_order_a_window_alone_has_the_share_that_it_has_among_everyones(
             if window.examples and epoch > 1:
                 assert share == pytest.approx(expected[window.rank, window.step])
         full.end_epoch()
-
-
-def test_in_the_first_epoch_of_equal_ranks_too() -> None:
-    full = FullRound(4)
-    for rank in range(4):
-        for window in windows_of(rank, 40):
-            assert full.share([window]) == pytest.approx(1 / 4)
 
 
 def test_a_round_of_some_has_the_sum_of_their_shares_late_or_not() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from decided import Told, do, told
 from decisions import Every, Run, commit, only, started
-from stragglers import AllButStragglers, Calls, outcomes
+from stragglers import Calls, outcomes
 
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
 
@@ -50,14 +50,6 @@ class TestOneBackupWorker:
         assert committed(decisions) == [(0, 0), (2, 0)]
         assert [reply.member.rank for reply in only(do.reply, decisions)] == [0, 2]
 
-    def test_who_comes_while_the_two_still_send_is_late_too(self) -> None:
-        run = self.run()
-        run.close(0)
-        run.close(1)
-        assert run.close(2) == []
-        run.add(0)
-        assert committed(run.add(1)) == [(0, 0), (1, 0)]
-
     def test_a_late_contribution_is_part_of_the_next_round_with_its_rows(self) -> None:
         run = self.run()
         finish(run, 0, 1)
@@ -83,15 +75,6 @@ class TestOneBackupWorker:
             assert committed(finish(run, 0, 1, step=step)) == [(0, 0), (1, 0)]
         run.contribute(2)
         assert committed(finish(run, 0, 1, step=4)) == [(0, 0), (1, 0), (2, 3)]
-
-    def test_who_was_late_begins_with_the_center_of_its_round_and_is_late_no_more(self) -> None:
-        run = self.run()
-        finish(run, 0, 1)
-        run.contribute(2)
-        finish(run, 0, 1, step=2)
-        run.take(2)
-        run.contribute(2, step=2)
-        assert committed(finish(run, 0, step=3)) == [(0, 0), (2, 0)]
 
     def test_all_who_are_there_are_waited_for_but_one(self) -> None:
         run = self.run(max_failures=1)
@@ -162,24 +145,6 @@ def test_one_contribution_is_waited_for_in_any_case() -> None:
     assert left_out(decisions) == [0, 2]
 
 
-def test_policies_are_told_when_windows_begin_and_end() -> None:
-    class Listens(All):
-        def __init__(self) -> None:
-            self.told: list[tuple[str, int, float]] = []
-
-        def began(self, rank: int, now: float) -> None:
-            self.told.append(("began", rank, now))
-
-        def closed(self, window: WindowReport, now: float) -> None:
-            self.told.append(("closed", window.rank, now))
-
-    policy = Listens()
-    run = started(1, policy=policy)
-    run.now += 3
-    run.contribute(0)
-    assert policy.told == [("began", 0, 1000), ("closed", 0, 1003), ("began", 0, 1003)]
-
-
 def calls_a_window(world_size: int, policy: RoundPolicy) -> float:
     """Calls of functions for a contribution, as the mean over some rounds."""
     run = started(world_size, policy=policy)
@@ -230,13 +195,6 @@ def test_in_every_schedule_all_but_so_many_are_in_a_round_and_not_stale(spared: 
     assert sum(outcome.checkpoints for outcome in ended) > 26
     assert (Watched.most_left_out, Watched.most_due) == (spared, spared)
     assert Watched.stale > 40
-
-
-@pytest.mark.usefixtures("quiet")
-def test_the_simulation_sees_late_contributions_that_stand_for_others() -> None:
-    Watched.most_due = 0
-    outcomes(AllButStragglers, range(20), 3, Watched)
-    assert Watched.most_due > 1
 
 
 # Predicted.

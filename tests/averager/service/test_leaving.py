@@ -308,22 +308,6 @@ def received(decisions: list[Told]) -> list[int]:
     return [each.member.rank for each in only(do.receive, decisions)]
 
 
-def test_who_is_ready_first_waits_for_those_before() -> None:
-    run = run_of(3)
-    assert close(run, 2) == []
-    assert close(run, 0) == [0]
-    assert add(run, 0) == []
-    assert close(run, 0, 2) == []
-    assert close(run, 1) == [1]
-    assert [add(run, rank) for rank in (1, 2)] == [[2], [0]]
-
-
-def test_who_has_had_its_turn_goes_on_at_once() -> None:
-    run = run_of(3)
-    close(run, 0)
-    assert [each.member.rank for each in only(do.reply, run.add(0))] == [0]
-
-
 def test_a_turn_of_who_is_lost_is_skipped_and_it_has_one_when_it_is_back() -> None:
     run = run_of(3, max_failures=1)
     close(run, 1)
@@ -344,31 +328,6 @@ def test_a_turn_of_who_is_lost_in_it_passes_on() -> None:
     decisions = run.lose(0)
     assert only(do.start_over, decisions) == [do.start_over(())]
     assert received(decisions) == [1]
-
-
-def test_who_has_ended_the_epoch_has_no_more_turns_and_the_next_epoch_begins_with_the_first() -> (
-    None
-):
-    run = run_of(3)
-    close(run, 0)
-    add(run, 0)
-    close(run, 1, last=True)
-    add(run, 1)
-    close(run, 2)
-    add(run, 2)
-    close(run, 0, 2, last=True)
-    add(run, 0)
-    assert close(run, 2, 2, last=True) == [2]
-    run.add(2)
-    run.take()
-    assert close(run, 1, epoch=2) == []
-    assert close(run, 0, epoch=2) == [0]
-
-
-def test_a_window_without_rows_takes_its_turn_too() -> None:
-    run = run_of(2)
-    assert close(run, 1) == []
-    assert close(run, 0, 0, examples=0, last=True) == [1]
 
 
 @every(

@@ -112,15 +112,6 @@ def train_alone(averager: Averager) -> list[float]:
     return received
 
 
-@pytest.mark.parametrize("token", ["", "wrong"])
-def test_a_connection_without_the_jobs_token_is_refused(averager: Averager, token: str) -> None:
-    connection = dial(averager)
-    assert not connection.introduce(token)
-    with pytest.raises(DisconnectedError):
-        connection.receive_header()
-    connection.close()
-
-
 @pytest.mark.parametrize(
     "octets",
     [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(63), bytes(64), b"\xff" * 5_000],

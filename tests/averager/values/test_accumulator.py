@@ -139,30 +139,6 @@ weights_of_ranks = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter
 
 
 @settings(max_examples=60, deadline=None)
-@given(weights=weights_of_ranks, seed=st.integers(0, 1000))
-def test_the_mean_is_the_weighted_mean_in_float64(weights: list[int], seed: int) -> None:
-    examples = {rank * rank: weight for rank, weight in enumerate(weights, 1)}
-    states = {rank: random_state(seed + rank) for rank in examples}
-
-    total = accumulate(states, examples)
-
-    for mean, expected, segment in zip(total, mean_by_hand(states, examples), LAYOUT, strict=True):
-        assert mean.dtype is segment.center_dtype
-        tolerance = 1e-13 if segment.dtype is torch.float64 else 1e-6
-        np.testing.assert_allclose(mean.numpy(), expected, rtol=0, atol=tolerance * 1000)
-
-
-@settings(max_examples=60, deadline=None)
-@given(weights=weights_of_ranks, order=st.randoms(use_true_random=False))
-def test_the_bits_do_not_depend_on_the_order_of_arrival(
-    weights: list[int], order: random.Random
-) -> None:
-    examples = dict(enumerate(weights))
-    states = {rank: random_state(rank) for rank in examples}
-    assert bits_of(accumulate(states, examples, order)) == bits_of(accumulate(states, examples))
-
-
-@settings(max_examples=60, deadline=None)
 @given(
     # Relative weights that are powers of two round nothing, be a product fused with its sum or not.
     weights=st.lists(st.sampled_from([0, 3, 3, 6, 12]), min_size=1, max_size=6).filter(any),
@@ -197,13 +173,6 @@ def test_values_that_are_scaled_count_by_their_whole_weight(weights: list[int], 
         np.testing.assert_allclose(mean.numpy(), expected, rtol=0, atol=1e-3)
 
 
-@every("contributor", [0, 1, 2])
-def test_a_single_contribution_passes_bit_for_bit(contributor: int) -> None:
-    examples = {rank: 17 if rank == contributor else 0 for rank in range(3)}
-    state = random_state(1)
-    assert bits_of(accumulate({contributor: state}, examples)) == bits_of(state)
-
-
 @every("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_types_are_summed_in_float32(dtype: torch.dtype) -> None:
     layout = (Segment("parameters", dtype, 2),)
@@ -217,82 +186,6 @@ def test_narrow_types_are_summed_in_float32(dtype: torch.dtype) -> None:
     accumulator.finish()
 
     assert total[0].tolist() == [1 + 1 / 128, 300.0]
-
-
-class TestInPlace:
-    """The first contribution arrives where the sum is formed, if it needs no conversion."""
-
-    @every(("empty", "first"), [([], 0), ([0], 1)])
-    def test_that_of_the_first_does(self, empty: list[int], first: int) -> None:
-        total = empty_total()
-        accumulator = make_accumulator(total, [0, 1])
-        accumulator.declare(first, 1)
-        for rank in empty:
-            accumulator.declare(rank, 0)
-        place = accumulator.in_place(first, 0)
-        assert place is not None
-        assert place.data_ptr() == total[0].data_ptr()
-
-    def test_that_of_another_does_not(self) -> None:
-        accumulator = make_accumulator(empty_total(), [0, 1])
-        for rank in (0, 1):
-            accumulator.declare(rank, 1)
-        assert accumulator.in_place(1, 0) is None
-        add(accumulator, 0, 0, random_state(0)[0][:3])
-        assert accumulator.in_place(1, 0) is None
-        assert accumulator.in_place(0, 1) is not None
-
-    def test_that_of_another_type_does_not(self) -> None:
-        layout = (Segment("parameters", torch.float32, 2),)
-        total, chunks = [torch.empty(2)], plan_chunks(layout, size=64)
-        accumulator = Accumulator(layout, [AsDtype(torch.bfloat16)], chunks, total, [0])
-        accumulator.declare(0, 1)
-        assert accumulator.in_place(0, 0) is None
-
-
-class TestTurns:
-    """Each chunk is added by one rank after another."""
-
-    def of(self, ranks: Sequence[int], chunks: int) -> Accumulator:
-        layout = (Segment("parameters", torch.float32, chunks),)
-        packings, total = [AsDtype(torch.float32)], [torch.empty(chunks)]
-        return Accumulator(layout, packings, plan_chunks(layout, size=4), total, ranks)
-
-    def test_every_chunk_has_its_own_turn(self) -> None:
-        order = self.of([1, 4], 2)
-        for rank in (1, 4):
-            order.declare(rank, 1)
-        assert [order.turn(0), order.turn(1)] == [1, 1]
-        order.add(1, 0, torch.ones(1))
-        assert [order.turn(0), order.turn(1)] == [4, 1]
-        order.add(4, 0, torch.ones(1))
-        assert [order.turn(0), order.turn(1)] == [None, 1]
-
-    def test_whoever_skips_has_no_turn(self) -> None:
-        order = self.of([0, 1, 2], 1)
-        for rank in range(3):
-            order.declare(rank, rank % 2)
-        assert order.turn(0) == 1
-        order.add(1, 0, torch.ones(1))
-        assert order.turn(0) is None
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(0, 50), st.sampled_from(DTYPES)), max_size=5),
-    size=st.integers(1, 100),
-)
-def test_chunks_cover_every_element_once_and_in_order(
-    sizes: list[tuple[int, torch.dtype]], size: int
-) -> None:
-    layout = tuple(Segment("parameters", dtype, numel) for numel, dtype in sizes)
-
-    chunks = plan_chunks(layout, size)
-
-    covered = [(c.segment, i) for c in chunks for i in range(c.start, c.stop)]
-    assert covered == [(s, i) for s, (numel, _) in enumerate(sizes) for i in range(numel)]
-    for chunk in chunks:
-        itemsize = layout[chunk.segment].center_dtype.itemsize
-        assert (chunk.stop - chunk.start) * itemsize <= max(size, itemsize)
 
 
 @given(
@@ -369,11 +262,6 @@ def test_every_value_that_is_not_finite_is_counted(bad: list[float], dtype: torc
 @pytest.mark.filterwarnings("error")
 def test_nobody_is_warned_of_large_values() -> None:
     assert count_non_finite(torch.full((5,), 3e30)) == 0
-
-
-def test_whole_numbers_are_finite() -> None:
-    assert count_non_finite(torch.arange(5)) == 0
-    assert looks_finite(torch.arange(5))
 
 
 def test_a_glance_at_a_large_tensor_sees_any_stretch_of_it() -> None:

@@ -77,22 +77,6 @@ def read(frames: Frames, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(bytearray(octets), dtype=dtype)
 
 
-def test_a_round_makes_the_weighted_mean_the_center_and_the_reply() -> None:
-    center = make_center()
-    average(center, {0: (3, 1.0), 1: (1, 5.0)})
-    assert center.values[0].tolist() == [2.0] * SIZE
-    assert read(center.reply()).tolist() == read(center.state()).tolist() == [2.0] * SIZE
-
-
-def test_the_mean_becomes_the_center_without_a_copy() -> None:
-    center = make_center()
-    places = []
-    for value in (1.0, 2.0, 3.0):
-        average(center, {0: (1, value)})
-        places.append(center.values[0].data_ptr())
-    assert places[0] == places[2] != places[1]
-
-
 def test_a_sum_that_has_started_over_has_nothing_of_before() -> None:
     center = make_center()
     total = center.open_sum([0, 1])
@@ -223,20 +207,6 @@ class Momentum(CenterUpdate):
         change.copy_(memory["velocity"])
 
 
-class Told(CenterUpdate):
-    """Moves by what it is told of the contributions."""
-
-    def step(
-        self,
-        center: Tensor,
-        change: Tensor,
-        memory: Mapping[str, Tensor],
-        contributions: Contributions,
-    ) -> None:
-        told = contributions
-        change.fill_(100 * sum(told.weights) + 10 * told.world_size + told.staleness)
-
-
 def layout_of(*kinds: str) -> Layout:
     return tuple(Segment(kind, torch.float32, UPDATED) for kind in kinds)
 
@@ -279,14 +249,6 @@ def test_the_center_moves_as_the_update_says_in_every_wire_format(wire_format: W
         oracle = oracle + velocity
         assert set(center.values[0].tolist()) == {float(oracle)}
         assert torch.equal(replied(center, wire_format, before), center.values[0])
-
-
-@every("wire_format", FORMATS)
-def test_what_is_no_parameter_becomes_the_mean(wire_format: WireFormat) -> None:
-    layout = layout_of("parameters", "buffers", "optimizer")
-    center = center_of(layout, [torch.zeros(UPDATED) for _ in layout], 4, wire_format, Told())
-    contribute_each(center, wire_format, 1.0, 3.0, 5.0)
-    assert [values[-1].item() for values in center.values] == [142.0, 3.0, 5.0]
 
 
 class InFull(ReplaceByMean):
@@ -348,21 +310,6 @@ def test_an_update_may_move_the_center_in_a_round_without_weight(wire_format: Wi
         assert torch.equal(replied(center, wire_format, before), center.values[0])
 
 
-class Halves(Told):
-    """What is stale counts half."""
-
-    def scale(self, staleness: int) -> float:
-        return 0.5 if staleness else 1.0
-
-
-@every(("wire_format", "scale"), [(CHANGES, 0.5), (BFLOAT16_CHANGES, 0.5), (FULL_PRECISION, 1.0)])
-def test_changes_are_scaled_by_their_staleness_and_values_never(
-    wire_format: WireFormat, scale: float
-) -> None:
-    center = center_of(layout_of("parameters"), [torch.zeros(UPDATED)], 4, wire_format, Halves())
-    assert (center.scale(0), center.scale(3)) == (1.0, scale)
-
-
 def test_a_round_without_weight_leaves_center_and_memory_alone() -> None:
     center = center_of(
         layout_of("parameters"), [torch.zeros(UPDATED)], 4, FULL_PRECISION, Momentum()
@@ -374,16 +321,3 @@ def test_a_round_without_weight_leaves_center_and_memory_alone() -> None:
         "0.parameters": 1.0,
         "0.parameters.velocity": 1.0,
     }
-
-
-def test_what_it_remembers_goes_on_in_another_center() -> None:
-    whole, first = (
-        center_of(layout_of("parameters"), [torch.zeros(UPDATED)], 4, FULL_PRECISION, Momentum())
-        for _ in range(2)
-    )
-    for value in (1.0, 3.0):
-        contribute_each(whole, FULL_PRECISION, value)
-    contribute_each(first, FULL_PRECISION, 1.0)
-    second = center_of(first.layout, first.values, 4, FULL_PRECISION, Momentum(), first.memory)
-    contribute_each(second, FULL_PRECISION, 3.0)
-    assert torch.equal(second.values[0], whole.values[0])

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.averager.values.replica_codec import ReplicaCodec
 from sparkdl.averager.values.sparse import Sparse
 from sparkdl.averager.values.wire_format import (
     BFLOAT16_CHANGES,
@@ -23,7 +22,6 @@ from sparkdl.averager.values.wire_format import (
     CHANGES,
     FLOAT8_CHANGES,
     FULL_PRECISION,
-    WIRE_FORMATS,
     AsDtype,
     Float4,
     Float8,
@@ -31,29 +29,10 @@ from sparkdl.averager.values.wire_format import (
     WireFormat,
 )
 from sparkdl.errors import TrainingError
-from sparkdl.events import WindowReport
 from sparkdl.protocols import Segment
 
 FLOATS = Segment("parameters", torch.float32, 4)
 INTEGERS = Segment("buffers", torch.int64, 1)
-
-
-def test_formats_are_found_by_the_name_of_the_wire_dtype() -> None:
-    assert {name: wire_format.name for name, wire_format in WIRE_FORMATS.items()} == {
-        "float32": "float32",
-        "bfloat16": "bfloat16",
-    }
-
-
-@every("dtype", [torch.float64, torch.float32, torch.float16, torch.int64])
-def test_full_precision_sends_the_replicas_own_type(dtype: torch.dtype) -> None:
-    assert FULL_PRECISION.contribution(Segment("parameters", dtype, 1)) == AsDtype(dtype)
-
-
-@every("dtype", [torch.float64, torch.float32, torch.float16])
-def test_bfloat16_takes_two_bytes_a_value(dtype: torch.dtype) -> None:
-    segment = Segment("parameters", dtype, 1)
-    assert BFLOAT16_CHANGES.contribution(segment).dtype.itemsize == 2
 
 
 def test_bfloat16_leaves_integers_alone() -> None:
@@ -96,17 +75,6 @@ def test_changes_keep_center_and_replica_bit_identical(
         take_part(center, wire_format, values, base)
         octets = values.numpy().tobytes()
         assert octets == base.numpy().tobytes() == center.values[0].numpy().tobytes()
-
-
-def test_bfloat16_does_not_lose_small_changes_of_large_values() -> None:
-    """1 + 1e-4 is 1 in bfloat16; a hundred such changes must arrive as a hundred."""
-    wire_format = BFLOAT16_CHANGES
-    base, values = torch.ones(1), torch.ones(1)
-    center = center_of((Segment("parameters", torch.float32, 1),), [torch.ones(1)], 1, wire_format)
-    for _ in range(100):
-        values += 1e-4
-        take_part(center, wire_format, values, base)
-    assert center.values[0].item() == pytest.approx(1.01, abs=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -221,80 +189,6 @@ def test_whatever_arrives_is_taken_for_numbers_or_for_none() -> None:
         for octet in range(256):
             packed = torch.full((packing.numel(3),), octet, dtype=torch.uint8)
             assert packing.unpack(packed, 3).dtype is torch.float32
-
-
-LAYOUT = (Segment("parameters", torch.float32, 5), Segment("buffers", torch.int64, 1))
-WINDOW = WindowReport(rank=1, epoch=2, step=3, examples=4, loss_sum=8.0, last=False)
-
-
-def codec_of(wire_format: WireFormat, fragments: int = 1) -> ReplicaCodec:
-    codec = ReplicaCodec(wire_format, fragments)
-    codec.begin(LAYOUT, chunk_bytes=8)
-    return codec
-
-
-def state() -> list[Tensor]:
-    return [torch.arange(5.0), torch.tensor([7])]
-
-
-def test_chunks_are_views_of_the_state_as_it_is_laid_out() -> None:
-    segments = state()
-    chunks = codec_of(FULL_PRECISION).whole(segments)
-    assert [chunk.values.tolist() for chunk in chunks] == [[0, 1], [2, 3], [4], [7]]
-    chunks[1].values.fill_(9)
-    assert segments[0].tolist() == [0, 1, 9, 9, 4]
-
-
-def test_fragments_are_of_every_segment_and_the_whole_together() -> None:
-    codec, segments = codec_of(FULL_PRECISION, fragments=2), state()
-    parts = [
-        [number for chunk in codec.fragment(segments, index) for number in chunk.values.tolist()]
-        for index in range(2)
-    ]
-    assert parts == [[0, 1], [2, 3, 4, 7]]
-
-
-def test_state_behind_the_models_is_the_optimizers() -> None:
-    chunks = codec_of(FULL_PRECISION).whole([*state(), torch.zeros(2)])
-    kinds = [chunk.segment.kind for chunk in chunks]
-    assert kinds == ["parameters"] * 3 + ["buffers", "optimizer"]
-
-
-def test_changes_are_from_the_center_that_was_taken_last() -> None:
-    codec, segments = codec_of(CHANGES), state()
-    for chunk in codec.whole(segments):
-        chunk.take_center(torch.full_like(chunk.values, 3))
-    segments[0] += 2
-    sent = [chunk.contribution(WINDOW).tolist() for chunk in codec.whole(segments)]
-    assert sent == [[2, 2], [2, 2], [2], [3]]
-    for chunk in codec.whole(segments):
-        chunk.take_reply(torch.full_like(chunk.values, 4))
-    assert segments[0].tolist() == [4] * 5
-    assert codec.whole(segments)[0].contribution(WINDOW).tolist() == [0, 0]
-
-
-def test_a_reply_that_is_merged_later_moves_the_base_and_not_the_values() -> None:
-    codec, segments = codec_of(CHANGES), state()
-    first = codec.whole(segments)[0]
-    assert first.center_after(torch.tensor([5.0, 6.0])).tolist() == [5, 6]
-    assert segments[0].tolist() == [0, 1, 2, 3, 4]
-    assert first.contribution(WINDOW).tolist() == [-5, -5]
-
-
-def test_what_can_be_received_in_place_is() -> None:
-    chunks, codec = codec_of(FULL_PRECISION).whole(state()), codec_of(FULL_PRECISION)
-    assert all(codec.room(chunk, chunk.reply_packing) is chunk.values for chunk in chunks)
-
-
-def test_what_has_a_base_or_another_dtype_is_received_beside() -> None:
-    codec = codec_of(CHANGES)
-    segments = state()
-    room = codec.room(codec.whole(segments)[0], codec.whole(segments)[0].center_packing)
-    room.fill_(9)
-    halves = codec_of(FULL_PRECISION).whole([torch.zeros(2).half(), torch.tensor([7])])[0]
-    codec.room(halves, halves.center_packing).fill_(9)
-    assert segments[0].tolist() == [0, 1, 2, 3, 4]
-    assert halves.values.tolist() == [0, 0]
 
 
 DTYPES = [torch.float32, torch.float64]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -12,13 +11,12 @@ import pytest
 import torch
 from every_row import every
 from feeds import VECTOR, as_vector
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdl import encodings
 from sparkdl.errors import DataError
-from sparkdl.feed.record_batches.decode import decode, tensors_of, to_column
+from sparkdl.feed.record_batches.decode import decode, tensors_of
 from sparkdl.feed.statistics.column import ColumnStatistics, places_from, scan
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec
@@ -40,36 +38,6 @@ def tensor_of(values: pa.Array, spec: ColumnSpec) -> Tensor:
 numbers = st.sampled_from([0.0, 0.0, 1.5, -2.0, 7.25])
 
 
-@settings(deadline=None)
-@given(data=st.data(), rows=st.integers(0, 8), width=st.integers(1, 5))
-def test_vectors_dense_and_sparse_become_the_same_rows(data: Any, rows: int, width: int) -> None:
-    expected = np.array(
-        data.draw(st.lists(numbers, min_size=rows * width, max_size=rows * width))
-    ).reshape(rows, width)
-    kinds = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
-    column = [as_vector(row, sparse=kind) for row, kind in zip(expected, kinds, strict=True)]
-    start = data.draw(st.integers(0, rows))
-    spec = ColumnSpec("v", torch.float32, (width,), encodings.VECTOR)
-    tensor = tensor_of(pa.array(column, VECTOR).slice(start), spec)
-    assert np.array_equal(tensor.numpy(), expected[start:])
-
-
-@settings(deadline=None)
-@given(
-    shape=st.lists(st.integers(1, 3), min_size=2, max_size=3),
-    rows=st.integers(0, 5),
-    start=st.integers(0, 5),
-)
-def test_nested_arrays_become_their_declared_shape(shape: list[int], rows: int, start: int) -> None:
-    expected = np.arange(rows * np.prod(shape)).reshape(rows, *shape)
-    kind: pa.DataType = pa.int16()
-    for _ in shape:
-        kind = pa.list_(kind)
-    column = pa.array(expected.tolist(), kind).slice(start)
-    tensor = tensor_of(column, ColumnSpec("n", torch.int64, tuple(shape)))
-    assert np.array_equal(tensor.numpy(), expected[start:])
-
-
 def test_a_flat_array_takes_a_declared_shape() -> None:
     column = pa.array([[1, 2, 3, 4, 5, 6]] * 2, pa.list_(pa.float32()))
     assert (
@@ -78,41 +46,10 @@ def test_a_flat_array_takes_a_declared_shape() -> None:
     )
 
 
-@every("binary", [pa.binary(), pa.large_binary()])
-@every(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.uint8, torch.bool]
-)
-def test_raw_bytes_are_the_tensor_that_they_were(dtype: torch.dtype, binary: pa.DataType) -> None:
-    expected = (torch.arange(24) % 5).to(dtype).view(4, 3, 2)
-    rows = [row.contiguous().view(torch.uint8).numpy().tobytes() for row in expected]
-    column = pa.array([b"other", *rows], binary).slice(1)
-    tensor = tensor_of(column, ColumnSpec("b", dtype, (3, 2), encodings.BYTES))
-    assert tensor.dtype is dtype
-    assert torch.equal(tensor, expected)
-
-
-@every("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.bool])
-def test_numbers_become_the_dtype_that_was_asked_for(dtype: torch.dtype) -> None:
-    last = 2.5 if dtype.is_floating_point else 1.0
-    scalars = tensor_of(pa.array([0.0, 1.0, last]), ColumnSpec("x", dtype))
-    arrays = tensor_of(pa.array([[0.0, 1.0], [last, 0.0]]), ColumnSpec("x", dtype, (2,)))
-    assert torch.equal(scalars, torch.tensor([0.0, 1.0, last]).to(dtype))
-    assert torch.equal(arrays, torch.tensor([[0.0, 1.0], [last, 0.0]]).to(dtype))
-
-
 def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
     target = io.BytesIO()
     PIL.Image.fromarray(pixels).save(target, kind)
     return target.getvalue()
-
-
-@every("channels", [1, 3, 4])
-def test_encoded_images_become_their_pixels_channels_first(channels: int) -> None:
-    generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 256, (3, 5, 4, channels), dtype=np.uint8)
-    column = pa.array([encoded(image.squeeze()) for image in pixels])
-    tensor = tensor_of(column, ColumnSpec("i", torch.uint8, (channels, 5, 4), encodings.IMAGE))
-    assert np.array_equal(tensor.numpy(), pixels.transpose(0, 3, 1, 2))
 
 
 @every(("channels", "mode"), [(1, 0), (3, 16), (4, 24)])
@@ -269,11 +206,3 @@ def test_how_much_larger_rows_get_is_known_before(
     values: pa.Array, encoding: encodings.Encoding, shape: tuple[int, ...], elements: int
 ) -> None:
     assert encoding.grown_elements(values, shape) == elements
-
-
-def test_nulls_stay_nulls_when_decoded() -> None:
-    spec = ColumnSpec("b", torch.uint8, (2,), encodings.BYTES)
-    decoded = decode(pa.array([None, b"ab", None, b"cd"]), spec)
-    assert decoded.values.null_count == 2
-    with pytest.raises(DataError, match="2 null values"):
-        to_column(decoded.values, spec)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from every_row import every
 from hypothesis import given, settings
@@ -122,10 +121,3 @@ def test_lists_come_from_where_they_are(in_bytes: list[Any], rest: list[Any]) ->
         names=names,
     )
     assert unpacked(batch).to_pydict() == {"c0": [[1.0], [2.0, 3.0], None]}
-
-
-def test_rows_of_one_length_become_one_piece_of_memory() -> None:
-    rows = np.arange(70_000, dtype=np.float32).reshape(100, 700)
-    packed = pa.array([unsafe_array(row.tolist(), "float") for row in rows])
-    flat = lists_of_spark(packed, ELEMENTS["float"]).flatten().to_numpy(zero_copy_only=True)
-    assert np.array_equal(flat.reshape(100, 700), rows)

@@ -7,8 +7,6 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ragged_rows import EVENTS
 
 from sparkdl import encodings
@@ -24,59 +22,7 @@ from sparkdl.feed.record_batches.decode import (
 )
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
-NUMERIC = [
-    pa.int8(),
-    pa.int16(),
-    pa.int32(),
-    pa.int64(),
-    pa.uint8(),
-    pa.float16(),
-    pa.float32(),
-    pa.float64(),
-    pa.bool_(),
-]
-TARGETS = [torch.float32, torch.float64, torch.int64]
 SCALAR = ColumnSpec("x", torch.float32)
-
-
-def values_of(kind: pa.DataType, count: int) -> pa.Array:
-    numbers = np.arange(count) % 2 if kind == pa.bool_() else np.arange(count) % 100
-    return pa.array(numbers).cast(pa.int8()).cast(kind)
-
-
-@every("dtype", TARGETS)
-@every("kind", NUMERIC)
-def test_every_numeric_type_becomes_the_specs_dtype(kind: pa.DataType, dtype: torch.dtype) -> None:
-    values = values_of(kind, 9)
-    tensor = to_tensor(values, ColumnSpec("x", dtype))
-    assert tensor.dtype is dtype
-    assert tensor.tolist() == [float(value) for value in values.to_pylist()]
-
-
-@every("kind", NUMERIC)
-def test_arrays_of_every_numeric_type_become_rows(kind: pa.DataType) -> None:
-    flat = values_of(kind, 12)
-    lists = pa.ListArray.from_arrays(pa.array([0, 3, 6, 9, 12], pa.int32()), flat)
-    tensor = to_tensor(lists, ColumnSpec("x", torch.float64, (3,)))
-    assert tensor.shape == (4, 3)
-    assert tensor.tolist() == [[float(v) for v in row] for row in lists.to_pylist()]
-
-
-@given(
-    rows=st.lists(st.lists(st.integers(-100, 100), min_size=3, max_size=3), max_size=20),
-    start=st.integers(0, 20),
-    length=st.integers(0, 20),
-)
-def test_slices_give_their_own_rows(rows: list[list[int]], start: int, length: int) -> None:
-    lists = pa.array(rows, pa.list_(pa.int32())).slice(start, length)
-    scalars = pa.array([row[0] for row in rows], pa.int16()).slice(start, length)
-    flags = pa.array([row[0] > 0 for row in rows], pa.bool_()).slice(start, length)
-    expected = rows[start : start + length]
-    wide = to_tensor(lists, ColumnSpec("x", torch.int64, (3,)))
-    assert wide.shape == (len(expected), 3)
-    assert wide.tolist() == expected
-    assert to_tensor(scalars, ColumnSpec("x", torch.int64)).tolist() == [r[0] for r in expected]
-    assert to_tensor(flags, ColumnSpec("x", torch.int64)).tolist() == [r[0] > 0 for r in expected]
 
 
 def test_a_column_without_rows_keeps_its_shape_and_dtype() -> None:
@@ -211,22 +157,6 @@ class TestDecode:
     def one(self, values: pa.Array, spec: ColumnSpec) -> Column:
         (column,) = tensors_of([values], [spec])
         return column
-
-    @settings(max_examples=60, deadline=None)
-    @given(
-        rows=st.lists(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), max_size=4)),
-        start=st.integers(0, 3),
-    )
-    def test_nested_lists_of_one_width_are_items(
-        self, rows: list[list[list[int]]], start: int
-    ) -> None:
-        spec = ColumnSpec("x", torch.float32, (UNKNOWN, 3), padding=Padding(0))
-        values = pa.array(rows, pa.list_(pa.list_(pa.int32()))).slice(start)
-        column = self.one(values, spec)
-        assert isinstance(column, Ragged)
-        assert column.lengths.tolist() == [len(row) for row in rows[start:]]
-        assert column.values.shape[1:] == (3,)
-        assert column.values.tolist() == [item for row in rows[start:] for item in row]
 
     def test_vectors_of_any_size_are_rows(self) -> None:
         kind = pa.struct(

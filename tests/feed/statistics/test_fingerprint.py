@@ -9,18 +9,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pytest
 import torch
 from every_row import every
 from feeds import SCHEMA, VECTOR, as_vector, open_feed
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_rows import ragged
 
 from sparkdl import encodings
 from sparkdl.feed.columns.ragged import Ragged
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.conversion import beyond
 from sparkdl.feed.statistics.column import places_from, scan
 from sparkdl.feed.statistics.fingerprint import fingerprint
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -215,46 +213,6 @@ def test_in_unequal_rows_nan_is_one_value() -> None:
     other[1] ^= 1
     both = [Ragged(v, torch.tensor([2])) for v in (values, other.view(torch.float32))]
     assert fingerprint([both[0]]) == fingerprint([both[1]])
-
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(deadline=None)
-@given(rows=st.lists(st.floats() | st.floats(-1e5, 1e5), max_size=12))
-@example(rows=[65504.0, 65519.9, 65520.0, -65520.0, math.inf, math.nan])
-def test_a_number_is_beyond_a_float_if_it_becomes_infinite(
-    dtype: torch.dtype, rows: list[float]
-) -> None:
-    became_infinite = [
-        math.isfinite(row) and math.isinf(torch.tensor(row, dtype=torch.float64).to(dtype).item())
-        for row in rows
-    ]
-    assert beyond(np.array(rows), dtype).tolist() == became_infinite
-
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-@settings(deadline=None)
-@given(rows=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300), max_size=12))
-def test_an_integer_is_beyond_another_if_it_comes_back_changed(
-    dtype: torch.dtype, rows: list[int]
-) -> None:
-    changed = [torch.tensor(row, dtype=torch.int64).to(dtype).item() != row for row in rows]
-    assert beyond(np.array(rows, dtype=np.int64), dtype).tolist() == changed
-
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-@settings(deadline=None)
-@given(rows=st.lists(st.floats() | st.floats(-300, 300).map(float), max_size=12))
-@example(rows=[2.0**63, -(2.0**63), 127.0, 128.0, 127.5, math.inf, math.nan])
-def test_a_fraction_is_beyond_an_integer_if_python_says_so(
-    dtype: torch.dtype, rows: list[float]
-) -> None:
-    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    outside = [math.isfinite(row) and not low <= row < high + 1 for row in rows]
-    assert beyond(np.array(rows), dtype).tolist() == outside
 
 
 def test_what_is_out_of_range_is_counted_by_rows_with_its_place() -> None:

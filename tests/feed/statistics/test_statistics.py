@@ -178,21 +178,6 @@ def test_elements_behind_a_null_array_do_not_count() -> None:
     )
 
 
-def test_nan_is_the_largest_wherever_it_stands_and_no_whole_number() -> None:
-    for rows in ([math.nan, 1.0], [1.0, math.nan], [math.inf, math.nan, 0.0]):
-        assert str(scan(pa.array(rows), WHOLE).largest) == "nan"
-    assert scan(pa.array([math.nan, 1.0, 2.5]), WHOLE).fractions == 2
-    found = scan(pa.array([math.inf, 1.0]), WHOLE)
-    assert (found.fractions, found.largest) == (0, math.inf)
-
-
-@every(
-    ("kind", "spec"), [(pa.float64(), WHOLE), (pa.bool_(), WHOLE), (pa.list_(pa.int64()), ARRAY)]
-)
-def test_nothing_is_found_in_no_rows(kind: pa.DataType, spec: ColumnSpec) -> None:
-    assert scan(pa.array([], kind), spec) == ColumnStatistics()
-
-
 @pytest.mark.parametrize(
     "kind", [pa.float64(), pa.int64(), pa.bool_(), pa.list_(pa.int64())], ids=str
 )
@@ -216,41 +201,6 @@ def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
 
     together = sum(found, ColumnStatistics())
     assert numbers(together) == numbers(scan(values, spec, places_from(3, 0, 20)))
-
-
-def test_the_workers_rows_are_told_by_rank_and_their_columns_added() -> None:
-    shards = [
-        ShardStatistics(
-            3, (ColumnStatistics(nulls=1, smallest=2, largest=4), ColumnStatistics(longest=3))
-        ),
-        ShardStatistics(0, (ColumnStatistics(), ColumnStatistics())),
-        ShardStatistics(
-            5, (ColumnStatistics(nulls=2, smallest=-1, largest=3), ColumnStatistics(longest=7))
-        ),
-    ]
-    statistics = DataStatistics.of(shards)
-    assert (statistics.shard_rows, statistics.rows) == ((3, 0, 5), 8)
-    assert statistics.columns == (
-        ColumnStatistics(nulls=3, smallest=-1, largest=4),
-        ColumnStatistics(longest=7),
-    )
-
-
-@every(
-    ("found", "sound"),
-    [
-        (ColumnStatistics(), True),
-        (ColumnStatistics(smallest=-3, largest=9, fractions=2), True),
-        (ColumnStatistics(shortest=3, longest=3), True),
-        (ColumnStatistics(nulls=1), False),
-        (ColumnStatistics(null_elements=1, shortest=3, longest=3), False),
-        (ColumnStatistics(shortest=2, longest=3), False),
-    ],
-)
-def test_a_column_is_sound_without_nulls_and_with_one_length(
-    found: ColumnStatistics, sound: bool
-) -> None:
-    assert found.sound is sound
 
 
 def check(*columns: ColumnStatistics, shard_rows: tuple[int, ...] = (3, 4)) -> None:
@@ -344,20 +294,3 @@ def test_the_first_bad_row_is_that_of_the_first_partition_whoever_has_read_it() 
         assert (found.broken, found.reason, found.skip_reason) == (3, "is red", "is red")
         assert found.where("broken") == "row 4 of partition 2"
         assert found.where("skipped") == "row 1 of partition 2"
-
-
-def test_what_all_found_is_the_same_whichever_partitions_each_has_read() -> None:
-    parts = [(0, 3, 1, 0.1), (1, 5, 0, 0.2), (4, 2, 2, 0.7)]
-    found = [
-        DataStatistics.of(
-            [ShardStatistics(sum(p[1] for p in mine), (), parts=mine) for mine in ranks]
-        )
-        for ranks in (
-            [tuple(parts[:2]), tuple(parts[2:]), ()],
-            [(), tuple(parts[1:]), tuple(parts[:1])],
-        )
-    ]
-    assert found[0].shard_rows == (8, 2, 0)
-    assert found[0].lasting()["shard_rows"] == [3, 5, 2]
-    assert found[0].lasting() == found[1].lasting()
-    assert found[0].mean_weight == found[1].mean_weight

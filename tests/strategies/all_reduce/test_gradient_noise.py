@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from functools import partial
 from typing import Any
@@ -12,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 from every_row import every
-from summed import sums_of
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
 from sparkdl.averager.messages.headers import received, window_header
-from sparkdl.averager.messages.run_events import Position, Progress
-from sparkdl.driver import Outcome
+from sparkdl.averager.messages.run_events import Progress
 from sparkdl.errors import TrainingError
-from sparkdl.events import WindowReport, summarize_epoch
+from sparkdl.events import WindowReport
 from sparkdl.report.history import metrics_of
 from sparkdl.strategies import AdaScale, GradientAllReduce, KFACPreconditioner
 from sparkdl.strategies.all_reduce.gradient_noise import GradientNoise, gain, noise_scale
@@ -49,15 +46,6 @@ def test_the_noise_scale_is_the_trace_of_the_covariance_over_the_squared_gradien
     assert found == pytest.approx(true, rel=0.03)
     expected = (true / 8 + 1) / (true / 64 + 1)
     assert gain(*noise.means, rows=64, base_rows=8) == pytest.approx(expected, rel=0.03)
-
-
-def test_a_running_mean_of_one_step_is_that_step_and_of_more_the_weighted_one() -> None:
-    noise = GradientNoise(decay=0.9)
-    assert noise.means is None
-    noise.add(local=5.0, inverse_rows=1 / 2, mean=3.0, rows=4)
-    assert noise.means == pytest.approx((8.0, 1.0))
-    noise.add(local=9.0, inverse_rows=1 / 2, mean=3.0, rows=4)  # 24 and -3
-    assert noise.means == pytest.approx(((0.9 * 8 + 24) / 1.9, (0.9 * 1 - 3) / 1.9))
 
 
 def test_equal_gradients_gain_nothing_and_noise_as_much_as_there_are_workers() -> None:
@@ -167,21 +155,6 @@ def test_one_minibatch_has_nothing_to_be_compared_with() -> None:
     assert run_world(job, classification([40]).shards()).history[0].measured == {}
 
 
-def test_an_epoch_has_the_mean_of_what_each_worker_measured_last() -> None:
-    windows = [
-        WindowReport(
-            rank=rank, epoch=1, step=step, examples=1, loss_sum=0.0, last=False, measured=measured
-        )
-        for rank, step, measured in [
-            (0, 1, {"a": 9.0, "b": 1.0}),
-            (0, 2, {"a": 3.0}),
-            (1, 1, {"a": 5.0}),
-            (1, 2, {}),
-        ]
-    ]
-    assert summarize_epoch(1, sums_of(windows), 1, 1.0).measured == {"a": 4.0, "b": 1.0}
-
-
 @every(
     "measured",
     [[], {"a": "1"}, {"a": True}, {"a": math.inf}, {"a" * 65: 1.0}, {str(k): 1 for k in range(17)}],
@@ -195,18 +168,6 @@ def test_what_no_strategy_measures_is_refused(measured: Any) -> None:
     progress["sums"] = [{"rank": 0, "measured": measured}]
     with pytest.raises(TypeError, match="measured is"):
         Progress.from_json(progress)
-
-
-def test_what_was_measured_travels_and_is_saved() -> None:
-    report = WindowReport(**{**header_fields(), "measured": {"noise": 1.5}})
-    header = json.loads(json.dumps(window_header(report)))
-    assert received(WindowReport, header["window"], 0) == report
-    progress = Progress(epoch=1, rounds=0, positions=(Position(),), sums=tuple(sums_of([report])))
-    assert Progress.from_json(json.loads(json.dumps(progress.as_json()))) == progress
-
-
-def header_fields() -> dict[str, Any]:
-    return {k: v for k, v in window_header(WINDOW)["window"].items() if k != "measured"}
 
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -357,27 +318,6 @@ def test_rounded_gradients_do_not_round_what_is_measured() -> None:
         for rounding in (None, "bf16")
     ]
     assert measured[1] == pytest.approx(measured[0], rel=0.02)
-
-
-def bits(outcome: Outcome) -> list[bytes]:
-    return [p.detach().numpy().tobytes() for p in outcome.module.parameters()]
-
-
-def test_one_worker_trains_as_without_it() -> None:
-    shards = classification([22]).shards()
-    settings: dict[str, Any] = {
-        "optimizer": SGD,
-        "scheduler": partial(ExponentialLR, gamma=0.9),
-        "scheduler_every": "step",
-        "epochs": 2,
-    }
-    gained = run_world(make_job(mlp(), strategy=AdaScale(), **settings), shards)
-    plain = run_world(make_job(mlp(), strategy=GradientAllReduce(), **settings), shards)
-    assert bits(gained) == bits(plain)
-    assert [row.measured for row in gained.history] == [
-        {"adascale_steps": 6.0},
-        {"adascale_steps": 12.0},
-    ]
 
 
 def test_a_step_that_kfac_clips_is_as_long_at_any_gain() -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from every_row import every
 from test_gradient_all_reduce import Noting
 from torch import Tensor, nn
-from toys import classification, cnn, make_job, mlp, schema
+from toys import classification, cnn, make_job, mlp
 
 from sparkdl.errors import ConfigError, WorkerError
-from sparkdl.protocols import ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce
 from sparkdl.strategies.all_reduce.sharded import _parameter_groups, units_of
@@ -176,25 +172,6 @@ def test_each_worker_keeps_its_rows_of_the_optimizers_state(tmp_path: Any) -> No
     kept = sorted(int(path.read_text()) for path in tmp_path.iterdir())
     # Of 8 and 3 rows, three workers have 3, 3, 2 and 1, 1, 1.
     assert kept == [2 * (6 + 1) + 8 + 1, 3 * (6 + 1) + 8 + 1, 3 * (6 + 1) + 8 + 1]
-
-
-def test_the_loss_of_held_out_rows_is_that_without_shards() -> None:
-    shards = []
-    for batches in classification([24, 9, 15]).shards():
-        rows = pa.Table.from_batches(batches)
-        held = pa.array(np.arange(rows.num_rows) % (2 if rows.num_rows > 9 else 100) == 1)
-        shards.append(rows.append_column("held", held).to_batches(max_chunksize=10))
-    columns = replace(schema(), validation=ColumnSpec("held", torch.bool))
-    found, known = (
-        run_world(
-            make_job(mlp(), schema=columns, strategy=strategy, epochs=2),
-            shards,
-            ranks_as="processes",
-        ).history
-        for strategy in (SHARDED, GradientAllReduce())
-    )
-    losses = [[row.validation_loss for row in each] for each in (found, known)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
 
 
 def test_a_unit_of_torch_2_11_has_one_group_or_none() -> None:

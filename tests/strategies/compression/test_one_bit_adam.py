@@ -208,21 +208,6 @@ def test_in_the_warm_up_it_is_all_reduced_adam_to_the_bit(sizes: list[int]) -> N
     assert not same_bits(adam, compressed)
 
 
-def test_members_send_a_chunk_to_each_and_one_to_all() -> None:
-    def body(member: Any) -> int:
-        parameters = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-        optimizer = torch.optim.Adam(parameters)
-        compressor = OneBitAdam(1).compressor(member, of_parameters(optimizer, parameters))
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        compressor.average({place: torch.ones(shape) for place, shape in enumerate(SHAPES)})
-        return int(member.octets)
-
-    chunk = sum(math.ceil(math.prod(shape) / 24) + 4 for shape in SHAPES)
-    assert of_all(3, body) == [(3 + 1) * chunk] * 3
-
-
 def test_a_training_is_the_rule_in_numpy_and_entries_without_a_gradient_stay() -> None:
     """A feature that is always 0 has a variance of 0, by which no sign may be divided."""
     data, module = classification([40]), mlp()

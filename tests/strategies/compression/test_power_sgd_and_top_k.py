@@ -131,25 +131,6 @@ def test_what_is_agreed_on_and_what_is_left_out_are_what_was_to_be_sent(world_si
             assert all(torch.equal(agreed[place], step[0][1][place]) for place in SHAPES)
 
 
-def test_the_mean_of_factors_are_the_factors_of_the_mean() -> None:
-    """So the sum over all workers is as well compressed as one worker's."""
-    settings, steps, workers = PowerSGD(2, min_compression_rate=0), 4, 3
-    together = of_all(workers, lambda member: steps_of(member, gradients, settings, steps))[0]
-
-    def of_means(member: Any) -> list[dict[int, Tensor]]:
-        compressor, agreed = settings.compressor(member, None), []
-        for step in range(steps):
-            everyones = [gradients(rank, step) for rank in range(workers)]
-            means = {place: sum(one[place] for one in everyones) / workers for place in SHAPES}
-            compressor.average(means)
-            agreed.append(means)
-        return agreed
-
-    for (_, agreed, _), expected in zip(together, of_all(1, of_means)[0], strict=True):
-        for place in SHAPES:
-            torch.testing.assert_close(agreed[place], expected[place], rtol=0, atol=1e-12)
-
-
 @every("rank", [9, 1000])
 def test_a_rank_as_large_as_the_matrix_is_the_mean_of_all_gradients(rank: int) -> None:
     settings = PowerSGD(rank, min_compression_rate=0)
@@ -170,23 +151,6 @@ def test_a_vector_and_a_matrix_that_would_hardly_shrink_are_sent_as_they_are() -
         assert torch.equal(agreed[place], mean)
     exactly = PowerSGD(1, min_compression_rate=108 / 21)
     assert not exactly.compresses(torch.Size(SHAPES[0]))
-
-
-def test_the_same_matrix_in_each_step_is_sent_as_its_best_approximation_in_the_end() -> None:
-    """The power iteration goes on from step to step; Eckart and Young have what it comes to."""
-    matrix, rank = gradients(0, 0)[0], 3
-
-    def body(member: Any) -> Tensor:
-        compressor = PowerSGD(rank, min_compression_rate=0).compressor(member, None)
-        for _ in range(400):
-            given = matrix.clone()
-            compressor.average({0: given})
-            compressor.errors.clear()
-        return given
-
-    left, values, right = np.linalg.svd(matrix.numpy())
-    best = left[:, :rank] * values[:rank] @ right[:rank]
-    np.testing.assert_allclose(of_all(1, body)[0].numpy(), best, atol=1e-9)
 
 
 def test_gradients_of_zero_are_sent_as_zero_and_what_follows_them_is_sent() -> None:
@@ -325,18 +289,6 @@ def test_it_is_the_rule_in_numpy_to_the_bit(
         for steps in ranks:
             for place, agreed in steps[number][1].items():
                 np.testing.assert_array_equal(agreed.numpy(), expected[place])
-
-
-@every("fraction", [0.01, 0.3])
-def test_what_was_sent_and_what_is_left_are_what_was_to_be_sent_to_the_bit(fraction: float) -> None:
-    """Of one worker, what all agree on is what it has sent."""
-    (steps,) = of_all(1, lambda one: steps_of(one, single, TopK(fraction), 5))
-    for asked, sent, errors in steps:
-        for place, error in errors.items():
-            left = error.view_as(sent[place])
-            assert torch.equal(sent[place] + left, asked[place])
-            assert not (sent[place] * left).any()
-            assert int((sent[place] != 0).sum()) == TopK(fraction).entries(left.numel())
 
 
 @every(

@@ -102,6 +102,9 @@ def averages(period: int, **options: Any) -> ParameterAveraging:
 
 
 LIMITS = {
+    "AdaScale, alone": Limit(
+        AdaScale(), GradientAllReduce(), within=0.0, settings={"optimizer": MOMENTUM, **SCHEDULE}
+    ),
     "asynchronous, alone": Limit(AsynchronousSGD(2), within=1e-9),
     "cut off, alone": Limit(CUT_OFF, within=1e-9),
     "gossip, alone": Limit(GossipAveraging()),

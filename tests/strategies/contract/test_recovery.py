@@ -20,16 +20,15 @@ import own_outer_momentum
 import peer_rows
 import pytest
 import strategy_row
-import strategy_table
-from by_hand import recorded_decisions
+from by_hand import MeanChange, recorded_decisions
 from decided import Told, do
 from interruptions import die_after, same_bits, save_and_stop
 from misbehaving import Misbehaves, kill, kill_once, passes_in, resume_after
-from strategy_row import Row
-from strategy_table import ROWS
+from strategy_row import Row, followed, with_momentum
 from support.replay import recorded_commits
 from torch import Tensor, nn
 from toys import classification, mlp, relative_error
+from trainings import DATA
 
 from sparkdl.driver import Outcome
 from sparkdl.events import EpochSummary, WindowReport
@@ -44,10 +43,37 @@ for module in (
     driver_rows,
     peer_rows,
     strategy_row,
-    strategy_table,
     sys.modules[__name__],
 ):
     cloudpickle.register_pickle_by_value(module)
+
+OWN_MOMENTUM = own_outer_momentum.OuterMomentum(period=2, momentum=0.6, rate=0.7)
+OWN_ASYNCHRONOUS = own_asynchronous.EachForItself(period=2, rate=0.8)
+ROWS = [
+    *driver_rows.ROWS,
+    *peer_rows.ROWS,
+    Row(
+        "outer momentum of one's own",
+        OWN_MOMENTUM,
+        resumed=(14,),
+        killed=with_momentum(OWN_MOMENTUM),
+    ),
+    Row(
+        "asynchronous of one's own",
+        OWN_ASYNCHRONOUS,
+        alone=(7,),
+        killed=followed(lambda: MeanChange(DATA, 0.8, scale_by_staleness=True)),
+    ),
+    Row(
+        "state of one's own",
+        own_drifting.Drifting(),
+        data=classification([22, 14, 5]),
+        resumed=(3, 12, 20),
+        restarted={},
+        killed_after=6,
+    ),
+]
+"""One a strategy: its settings, and what comes of it where a training is cut short."""
 
 
 class Overtaking(nn.Module):

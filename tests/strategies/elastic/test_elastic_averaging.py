@@ -74,11 +74,6 @@ def test_in_step_it_is_the_papers_algorithm(name: str, given: Any) -> None:
     assert [row.examples for row in outcome.history] == [sum(EVEN.sizes)] * 3
 
 
-def test_eamsgd_is_not_what_momentum_of_the_optimizer_comes_to() -> None:
-    outcome = run_world(job(**of_torch(nesterov=True)), EVEN.shards())
-    assert relative_error(outcome.module, in_step(eamsgd(), epochs=3)) > 1e-4
-
-
 def test_two_momenta_are_refused() -> None:
     def replica(momentum: float) -> Replica:
         sgd = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
@@ -142,17 +137,6 @@ def test_parameters_move_as_torch_s_do_and_the_place_is_the_one_before_the_look_
         place = ours.detach().clone()
         momentum.to_place(place, 0)
         assert np.allclose(place, x, rtol=1e-12, atol=1e-15)
-
-
-def test_without_momentum_nothing_is_kept_and_nothing_moves() -> None:
-    values = torch.ones(3)
-    momentum = NesterovMomentum(0.0, [values])
-    values += 1
-    momentum.after_step([values])
-    momentum.leave([values])
-    momentum.to_place(values, 0)
-    assert values.tolist() == [2.0] * 3
-    assert momentum.saved() == {}
 
 
 @every("dtype", [torch.bfloat16, torch.float16])

@@ -29,7 +29,7 @@ from sparkdl.averager.client import client
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import Peers
 from sparkdl.errors import DisconnectedError, TrainingError
-from sparkdl.strategies import GossipAveraging, ParameterAveraging
+from sparkdl.strategies import GossipAveraging
 from sparkdl.strategies.gossip import shown
 from sparkdl.strategies.gossip.gossip_averaging import TOPOLOGIES, peer_of
 from sparkdl.strategies.gossip.shown import MODES, Shown
@@ -111,27 +111,6 @@ def test_over_connections_that_are_encrypted_too() -> None:
     assert outcome.history[0].examples == sum(SIZES)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("topology", ["random", "ring", "exponential"])
-@pytest.mark.parametrize("mode", MODES)
-def test_over_ten_seeds_losses_stay_in_a_band(mode: Any, topology: Any) -> None:
-    ratios = []
-    for seed in range(10):
-        data = classification([40, 40, 40, 40], seed=seed)
-        losses = [
-            run_world(job(mlp(seed=seed), strategy=strategy, epochs=4), data.shards())
-            .history[-1]
-            .loss
-            for strategy in (
-                GossipAveraging(2, mode, topology),
-                ParameterAveraging(2, average_optimizer_state=False),
-            )
-        ]
-        ratios.append(losses[0] / losses[1])
-    assert 0.8 < min(ratios) <= max(ratios) < 1.25
-    assert np.mean(ratios) == pytest.approx(1, abs=0.1)
-
-
 def test_who_is_not_there_is_skipped_at_once_and_tried_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -152,28 +131,6 @@ def test_who_is_not_there_is_skipped_at_once_and_tried_again_later(
     assert others.visit(1, lambda there: True) is None
     assert others.visit(2, lambda there: True) is None
     assert tried == [1, 1, 2]
-
-
-def test_who_is_lost_in_the_middle_of_a_visit_is_called_again_when_it_is_back() -> None:
-    class Closable:
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
-    connections = [Closable(), Closable()]
-    waiting = list(connections)
-    others = Peers(0, lambda rank, silence_s: waiting.pop(0))  # type: ignore[arg-type, return-value]
-
-    def break_off(connection: object) -> bool:
-        raise DisconnectedError("gone")
-
-    assert others.visit(1, break_off) is None
-    assert connections[0].closed
-    others._away_until.clear()
-    assert others.visit(1, lambda connection: connection is connections[1]) is True
-    others.close()
-    assert connections[1].closed
 
 
 def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,16 +225,6 @@ def test_all_that_was_pushed_counts_alike_until_the_worker_mixes_itself() -> Non
     np.testing.assert_allclose(one.end(), (5 + 5) / 2)
 
 
-@every("n", [2, 4, 8])
-def test_log2_turns_of_the_exponential_topology_form_the_mean(n: int) -> None:
-    """If all pull at once, as matrices."""
-    product = np.eye(n)
-    for iteration in range(n.bit_length() - 1):
-        peers = [peer_of("exponential", rank, n, 1, iteration) for rank in range(n)]
-        product = (np.eye(n) + np.eye(n)[peers]) / 2 @ product
-    np.testing.assert_allclose(product, 1 / n)
-
-
 @every("topology", TOPOLOGIES)
 @every("n", [2, 3, 7, 100])
 def test_a_peer_is_another_worker_and_everyone_is_reached(topology: str, n: int) -> None:
@@ -311,25 +258,6 @@ def test_whatever_the_order_nothing_that_was_learned_is_lost(
         else:
             workers[caller].call_on(workers[called], "push_pull")
     np.testing.assert_allclose(sum(worker.end() for worker in workers), total, atol=1e-12)
-
-
-def test_workers_that_visit_each_other_at_once_lose_nothing() -> None:
-    generator = np.random.default_rng(5)
-    start = generator.normal(size=(4, 40))
-    workers = [Worker(row) for row in start]
-
-    def train(rank: int) -> None:
-        for iteration in range(15):
-            workers[rank].learn(np.full(40, 0.5))
-            workers[rank].call_on(workers[peer_of("random", rank, 4, 1, iteration)], "push_pull")
-
-    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    got = np.stack([worker.end() for worker in workers])
-    np.testing.assert_allclose(got.sum(0), start.sum(0) + 4 * 15 * 0.5, rtol=1e-12)
 
 
 def test_who_has_ended_its_epoch_or_is_in_another_is_away() -> None:

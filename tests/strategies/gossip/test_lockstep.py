@@ -174,27 +174,6 @@ def test_who_is_late_is_waited_for_by_those_that_it_meets_turns_later(
     np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
-def test_values_are_kept_until_who_was_visited_for_the_same_turn_has_them() -> None:
-    values = [torch.arange(4, dtype=torch.float64)]
-    shown, other = Snapshots(values), Snapshots(values)
-    for each in (shown, other):
-        each.open(1)
-        each.publish(0, values)
-    with connected(other) as connection:
-        assert shown.visit(connection, 1, 0, partial(pytest.fail, "it waits"))
-    shown.publish(1, values)
-    asking = threading.Timer(0.05, asked, (shown, 1, 0, lambda: True))
-    asking.start()
-    shown.await_visits(2, partial(pytest.fail, "nobody came"))
-    asking.join()
-    patience = [True]
-    shown.await_visits(1, partial(pytest.fail, "nothing is due"))
-    with connected(other) as connection:
-        assert shown.visit(connection, 1, 0, lambda: True)
-    shown.await_visits(2, lambda: bool(patience and patience.pop()))
-    assert not patience
-
-
 def asked(shown: Snapshots, epoch: int, iteration: int, waits: Callable[[], bool]) -> bool:
     visitor = Snapshots([torch.zeros(4, dtype=torch.float64)])
     with connected(shown) as connection:

@@ -26,7 +26,7 @@ from toys import (
 
 from sparkdl.driver import Outcome
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
-from sparkdl.strategies.kfac.layers import assign, factored_layers
+from sparkdl.strategies.kfac.layers import factored_layers
 from sparkdl.strategies.transform import Step
 from sparkdl.strategies.worker_group import Grid
 from sparkdl.testing import run_world
@@ -237,16 +237,6 @@ def test_rows_have_a_fraction_of_the_workers_that_divides_them() -> None:
     assert Grid.of(7, 0.5).width == 1
     assert Grid.of(2, 0.75).width == 2
     assert Grid.of(1, 0.1).rows == [(0,)]
-
-
-def test_decompositions_are_assigned_the_longest_first_to_who_has_least() -> None:
-    row_of, decomposers = assign(Grid.of(2, 1.0), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
-    assert row_of == {"a": 0, "b": 0, "c": 0}
-    # 1000 to the first, 512, 343 and 216 to the second, and 8 and 1 to the first
-    assert decomposers == {"a": (0, 0), "b": (1, 1), "c": (1, 0)}
-    row_of, decomposers = assign(Grid.of(2, 0.5), {"a": (10, 2), "b": (8, 7), "c": (6, 1)})
-    assert row_of == {"a": 0, "b": 1, "c": 1}
-    assert decomposers == {"a": (0, 0), "b": (1, 1), "c": (1, 1)}
 
 
 class Tied(nn.Module):

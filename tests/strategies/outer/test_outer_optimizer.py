@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import OUTER, STREAMS, Outer
 from torch import Tensor, nn
-from toys import classification, mlp, relative_error
+from toys import mlp, relative_error
 from trainings import ADAGRAD, ADAM, DATA, MOMENTUM, SGD, SIZES, SLOW_MOMENTUM, job
 
 from sparkdl.averager.values.center_update import new_memory
-from sparkdl.checkpoint.identity import text_of
 from sparkdl.errors import WorkerError
 from sparkdl.events import WindowReport
 from sparkdl.large_batches import LARS
@@ -33,7 +30,6 @@ from sparkdl.strategies import (
     DelayedNesterov,
     OuterOptimizer,
     OuterSGD,
-    ParameterAveraging,
     Strategy,
 )
 from sparkdl.testing import run_world
@@ -58,14 +54,6 @@ def test_it_is_the_algorithm_by_hand_on_unequal_shards(strategy: Any, inner: Any
     # Adam counts its steps in float32, of which the mean is one too.
     assert relative_error(outcome.module, Outer(strategy, inner).train(3)) < 1e-8
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-
-
-def test_each_setting_gives_another_model() -> None:
-    """Else the oracle above would show nothing."""
-    states = (OuterOptimizer(4, OUTER, state) for state in ("keep", "average", "reset"))
-    ends = [Outer(strategy, MOMENTUM).train(2) for strategy in [*states, *STREAMS]]
-    for first, second in pairwise([*ends, ends[0]]):
-        assert relative_error(first, second) > 1e-4
 
 
 @every(
@@ -123,23 +111,6 @@ def test_an_error_in_training_while_a_round_is_under_way_ends_the_run() -> None:
 # What is no parameter, what changes by itself
 
 
-def normalized() -> nn.Module:
-    torch.manual_seed(2)
-    linear = nn.Linear(6, 5, bias=False)  # BatchNorm would take it out again
-    return nn.Sequential(linear, nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-
-
-def test_buffers_become_the_workers_mean() -> None:
-    """In the first round, to which both strategies come with the same replicas."""
-    data = classification([40, 32, 20])  # no minibatch of one row
-    states = [
-        run_world(job(normalized(), strategy=strategy, epochs=1), data.shards()).module.state_dict()
-        for strategy in (OuterOptimizer(500), ParameterAveraging(500))
-    ]
-    differ = {key for key in states[0] if not torch.equal(states[0][key], states[1][key])}
-    assert differ == {name for name, _ in normalized().named_parameters()}
-
-
 def steps_of(update: CenterUpdate, changes: Iterable[Tensor]) -> list[Tensor]:
     """How the center moves in rounds of one contributor."""
     changes = list(changes)
@@ -193,37 +164,6 @@ def test_the_center_takes_the_steps_of_torchs_sgd_of_bmuf_and_of_slowmo(
         slowed = slowed - rate * inner_rate * slow
         if not nesterov:
             np.testing.assert_allclose(center, slowed, rtol=1e-9, atol=1e-9)
-
-
-@every(
-    ("update", "times"),
-    [(OuterSGD(), 7), (OuterSGD(1, 3 / 4), 4), (OuterSGD(1, 3 / 4, nesterov=False), 4)],
-)
-def test_changes_that_stay_the_same_move_the_center_so_many_times_as_far(
-    update: CenterUpdate, times: float
-) -> None:
-    moved = steps_of(update, [torch.ones(1, dtype=torch.float64)] * 400)
-    assert moved[-1].item() == pytest.approx(times, rel=1e-12)
-
-
-def test_without_momentum_nothing_is_kept() -> None:
-    layout = (Segment("parameters", torch.float32, 4), Segment("buffers", torch.float32, 2))
-    assert new_memory(OuterSGD(0.5, 0), layout) == [{}, {}]
-    assert [[*kept] for kept in new_memory(OuterSGD(), layout)] == [["velocity"], []]
-
-
-def test_the_defaults_are_those_of_diloco() -> None:
-    assert OuterOptimizer() == OuterOptimizer(500, OuterSGD(0.7, 0.9, True), "keep", "float32")
-
-
-def test_its_text_is_the_same_in_every_process_and_it_can_be_pickled() -> None:
-    strategy = OuterOptimizer(((1, 1), (31, 16)), OuterSGD(1, 0.5))
-    assert text_of(strategy) == (
-        "OuterOptimizer(period=((1, 1), (31, 16)), outer=OuterSGD(learning_rate=1, momentum=0.5, "
-        "nesterov=True), inner_state='keep', wire_dtype='float32', fragments=1, overlap=0, "
-        "merge=0.0, cutoff='none')"
-    )
-    assert pickle.loads(pickle.dumps(strategy)) == strategy
 
 
 def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
