@@ -7,9 +7,10 @@ import logging
 import os
 import random
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ STARTS_NOTHING = {
     "user_code",
 }
 """Folders whose tests start no process and open no port, unless they are marked."""
+ON_SESSION = "SPARKDL_TESTS_ON_SESSION"
+"""A variable of the environment: the file in which the processes of a run list those tests.
+
+xdist 3.8 appends a group's name to ids, and pytest 9.2 has none to which that can be done.
+"""
+os.environ.setdefault(ON_SESSION, f"{tempfile.gettempdir()}/sparkdl-tests-{os.getpid()}")
 APART = {"dedup", "parallel", "volumes"}
 """Folders of rooms that nothing else imports: what has Spark or ranks of its own there is gate."""
 
@@ -73,11 +80,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is gate in rooms apart, and variants that are for the night.
 
     Of a ``nightly_variants`` test all but the first, or all but every nth, variants are nightly.
     """
+    if hasattr(config, "workerinput"):
+        on_session = [each.nodeid for each in items if "spark" in getattr(each, "fixturenames", ())]
+        Path(os.environ[ON_SESSION]).write_text("\n".join(on_session))
     met = Counter[str]()
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
@@ -99,23 +109,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadGroupSch
     return ClusterScheduling(config, log) if config.option.dist == "loadgroup" else None
 
 
-HAS_SPARK = re.compile(r"[(\s\"]spark[:,)\"]|shared_session")
-"""In the text of a file with tests on the session."""
-
-
-@cache
-def scope_of(file: Path) -> str:
-    return "spark" if HAS_SPARK.search(file.read_text()) else str(file)
-
-
 class ClusterScheduling(LoadGroupScheduling):
-    """Keeps the files with tests on the session together, and the tests of each other file.
+    """Keeps the tests on the session together, and the other tests of each file."""
 
-    By their text, for pytest 9.2 has no ids to which xdist 3.8 could append a group's name.
-    """
+    @cached_property
+    def _on_session(self) -> set[str]:
+        listed = Path(os.environ[ON_SESSION])
+        try:
+            return {*listed.read_text().splitlines()}
+        finally:
+            listed.unlink(missing_ok=True)
 
     def _split_scope(self, nodeid: str) -> str:
-        return scope_of(self.config.rootpath / nodeid.partition("::")[0])
+        return "spark" if nodeid in self._on_session else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(trylast=True)
