@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import CheckpointError, SparkDLError
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
 from sparkdl.jobs import logs
 from sparkdl.jobs.configuration.grammar import (
     JobName,
@@ -83,7 +83,8 @@ def run_command(
         settings = read_settings(job, arguments)
     except SystemExit as error:
         if error.code:
-            _leave_refusal(job, result_file_of(arguments), began, Exit.CONFIGURATION, error)
+            refused = ConfigError(str(error))
+            _leave_refusal(job, result_file_of(arguments), began, Exit.CONFIGURATION, refused)
         raise
     except SparkDLError as error:
         code = exit_of(error)
