@@ -1,15 +1,25 @@
-"""``NearDuplicatesModel``: the rows that stay, of the table it was fitted to and of new ones."""
+"""``NearDuplicatesModel``: the rows that stay, of the table it was fitted to and of new ones.
+
+Estimator and model are saved in pyspark.ml's layout:
+
+metadata/part-00000   the Params
+found.json            what a fit found; only the model's
+hashes.parquet        the different hashes, and which thresholds drop each; only the model's
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.ml.util import MLReadable, MLReader, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from typing_extensions import Self
@@ -20,12 +30,48 @@ from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
 from sparkdl.dedup.hashing import hashes, persisted
 from sparkdl.dedup.pairs import Keys, near
 from sparkdl.dedup.params import DedupParams
-from sparkdl.dedup.persistence import COLUMNS, FOUND, HASHES, ModelWriter, StageReader
 from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.spark.catalyst.versions import frame_of
+from sparkdl.estimator.persistence import DirectoryWriter, read_metadata, restore_params
+from sparkdl.spark.catalyst.versions import frame_of, table_of
 from sparkdl.spark.rows.columns import quoted
 from sparkdl.spark.session.required import jvm_named, require_frame, require_session
+from sparkdl.spark.storage.files import fetch
+
+FOUND, HASHES = "found.json", "hashes.parquet"
+COLUMNS = ["group", "word", "first", "rows", "dropped"]
+
+
+class PlainWriter(DirectoryWriter):
+    """Writes the estimator, whose Params are all JSON."""
+
+    def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
+        """Nothing but the metadata."""
+
+
+class ModelWriter(DirectoryWriter):
+    """Writes the model; the driver holds its different hashes meanwhile."""
+
+    def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
+        model: Any = self.instance
+        saved = {"found": asdict(model.found), "keys": asdict(model.keys)}
+        (directory / FOUND).write_text(json.dumps(saved, indent=2))
+        pq.write_table(table_of(model.words.select(*COLUMNS)), directory / HASHES)
+
+
+class StageReader(MLReader[Any]):
+    """Reads a stage, which ``make`` builds of its directory, without its Params."""
+
+    def __init__(self, make: Callable[[Path], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def load(self, path: str) -> Any:
+        """Load from a path on any file system that Spark knows."""
+        with fetch(path) as directory:
+            metadata = read_metadata(directory)
+            return restore_params(self._make(directory), metadata)
+
 
 _ROW = "_sparkdl_row"
 

@@ -15,10 +15,9 @@ from pyspark.sql import functions as F
 from sparkdl.arguments import counted
 from sparkdl.dedup.columns import require_columns
 from sparkdl.dedup.hashing import hashes, imagehash, persisted
-from sparkdl.dedup.model import Found, NearDuplicatesModel
+from sparkdl.dedup.model import Found, NearDuplicatesModel, PlainWriter, StageReader
 from sparkdl.dedup.pairs import Keys, decided, keys_for
 from sparkdl.dedup.params import DedupParams
-from sparkdl.dedup.persistence import PlainWriter, StageReader
 from sparkdl.encodings.images import pillow
 from sparkdl.errors import DataError
 from sparkdl.estimator.params.declaration import constructor

@@ -38,9 +38,8 @@ from sparkdl.estimator.progress import ProgressBar
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.catalyst.jvm import is_of_connect
-from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.network import driver_ports
-from sparkdl.spark.cluster.slots import queued
+from sparkdl.spark.cluster.slots import gpu_profile, queued
 from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
 from sparkdl.strategies import ParameterAveraging

@@ -40,8 +40,14 @@ from sparkdl.spark.inference.columns import (
     require_end,
 )
 from sparkdl.spark.inference.evaluation import count_rows, evaluate
-from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor
-from sparkdl.spark.inference.scores import Labels, Score, not_of_one_output
+from sparkdl.spark.inference.predictor import (
+    Labels,
+    OutputColumn,
+    PredictionSettings,
+    Predictor,
+    Score,
+    not_of_one_output,
+)
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.rows.columns import InputColumn, input_columns
 from sparkdl.spark.session.required import jvm_named, require_frame, require_session

@@ -32,7 +32,7 @@ from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.beside import ForwardedLogs, error_fields, read_stage, readable
 from sparkdl.spark.launch.stage_task import StartWorkers
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.spark.session.session import keeps_rows_in_memory
 from sparkdl.untrusted import read
 from sparkdl.user_code.needed_modules import pickled
 

@@ -14,15 +14,14 @@ from sparkdl.estimator.head import head_of
 from sparkdl.estimator.outputs import ChosenOutputs
 from sparkdl.estimator.pretrained import Example, named_features, output_widths, specs_of
 from sparkdl.protocols import SequenceInput
-from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
+from sparkdl.spark.rows.column_overrides import ColumnOverrides, ImageScale, require_distinct
 from sparkdl.spark.rows.converters import function, optional
-from sparkdl.spark.rows.image_columns import ImageScale
 from sparkdl.spark.session.required import jvm_named, require_session
 from sparkdl.user_code.exported import as_module
 
 if TYPE_CHECKING:
-    from sparkdl.volumes.places import Place
     from sparkdl.volumes.run import VolumeSummary
+    from sparkdl.volumes.store import Place
 
 
 class TorchModel(FittedModel, ChosenOutputs):

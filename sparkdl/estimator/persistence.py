@@ -26,7 +26,7 @@ from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, s
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.estimator.params.settings import described
-from sparkdl.spark.catalyst.tuning import searched_grid
+from sparkdl.spark.catalyst.versions import searched_grid
 from sparkdl.spark.storage.files import fetch, publish
 
 OBJECTS = "objects.json"

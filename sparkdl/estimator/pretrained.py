@@ -14,16 +14,14 @@ from sparkdl.encodings import IMAGE
 from sparkdl.encodings.any_size import FITS
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.outputs import require_any_length
-from sparkdl.feed.columns.ragged import Ragged
-from sparkdl.feed.columns.schema import inputs_described, model_inputs
+from sparkdl.feed.columns.schema import Ragged, inputs_described, model_inputs
 from sparkdl.outputs import Widths, described, form_of, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.replica import forward
 from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.replica.initial import has_lazy_parameters
-from sparkdl.spark.rows.column_overrides import ColumnOverrides
-from sparkdl.spark.rows.image_columns import ImageColumns
+from sparkdl.spark.rows.column_overrides import ColumnOverrides, ImageColumns
 from sparkdl.user_code.tracebacks import message_of
 
 _ROWS = 5

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns.ragged import Column, Ragged, cut
-from sparkdl.feed.columns.schema import BatchTransform, FeedSchema
+from sparkdl.feed.columns.schema import BatchTransform, Column, FeedSchema, Ragged, cut
 from sparkdl.feed.order import stream_seed
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import Batch

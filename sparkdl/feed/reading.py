@@ -9,8 +9,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns.ragged import Column, picked
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.columns.schema import Column, FeedSchema, picked
 from sparkdl.feed.record_batches.decode import (
     Decoded,
     decode,

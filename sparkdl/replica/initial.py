@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparkdl.errors import ModelError
-from sparkdl.feed.columns.ragged import equal_rows
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema, equal_rows
 from sparkdl.protocols import ModelBuilder
 from sparkdl.replica import forward
 from sparkdl.replica.buffers import left_as_it_was

@@ -18,10 +18,9 @@ from sparkdl.phases import COMPUTE, EXCHANGE, PHASES, WAIT
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile
 from sparkdl.planner.simulation.array_rounds import array_rounds
-from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, Note, StepTimes, fitted
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.exchanges import Exchange, exchange_of, of_traffic
-from sparkdl.planner.simulation.step_times import LogNormal, StepTimes, fitted
 from sparkdl.report.html import duration, text
 from sparkdl.report.page import STYLE
 from sparkdl.report.recording import LANES, Failure, Recording, Setup

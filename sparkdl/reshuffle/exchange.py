@@ -32,7 +32,7 @@ from sparkdl.errors import (
     StoppedError,
     TrainingError,
 )
-from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.columns.schema import Column, Ragged
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle.server import (

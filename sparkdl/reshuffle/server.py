@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
-from sparkdl.feed.columns.ragged import Column, Ragged
-from sparkdl.feed.columns.schema import bytes_of_rows
+from sparkdl.feed.columns.schema import Column, Ragged, bytes_of_rows
 from sparkdl.feed.order import HELD_OUT, full_sizes, stream_seed
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec

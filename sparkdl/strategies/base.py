@@ -1,9 +1,9 @@
-"""The base of strategies, and what they see of a worker's run."""
+"""The base of strategies, and what they see and keep of a worker's run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
@@ -321,3 +321,45 @@ class PeriodicStrategy(Strategy[State]):
             state: as ``start`` returned it.
             last: whether this worker has taken its last step of the epoch.
         """
+
+
+class StepsAhead:
+    """Counts the steps of one worker that trains on while a round is under way.
+
+    Its state is saved when it learns that the round was committed, and is by then some steps ahead.
+    So whoever resumes from it must skip the minibatches of those steps.
+
+    Args:
+        run: the worker's.
+
+    Attributes:
+        steps: since the round began; counted by whoever begins one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.steps = 0
+        self._run = run
+        self._to_skip = 0
+
+    def saved(self) -> dict[str, Any]:
+        """For ``restore``: the steps, and what belongs to the window that they are part of."""
+        run = self._run
+        window = run.window()
+        counted = {"loss_sum": window.loss_sum, "counted": window.counted}
+        return {"ahead": self.steps, "examples": run.examples, **counted}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was ``saved``; ``skip`` must follow before the worker trains."""
+        self._to_skip = saved["ahead"]
+        self._run.examples, self._run.loss_sum = saved["examples"], saved["loss_sum"]
+        self._run.counted = saved.get("counted")
+
+    def skip(self, batches: Iterator[Batch]) -> Batch | None:
+        """Count the minibatches already trained on; returns the last, if there are any."""
+        batch = None
+        for _ in range(self._to_skip):
+            batch = next(batches)
+            self._run.count_step()
+            self._run.replica.schedule.after_step()
+        self._to_skip = 0
+        return batch

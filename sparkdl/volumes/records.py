@@ -28,7 +28,7 @@ from sparkdl.durable.lease import Lease, held
 from sparkdl.durable.local_files import Files, LocalFiles
 from sparkdl.errors import ConfigError, DataError, InUseError
 from sparkdl.redaction import shown
-from sparkdl.volumes.places import (
+from sparkdl.volumes.store import (
     DATA_S,
     FOLDER,
     Place,

@@ -33,9 +33,8 @@ from sparkdl.volumes.grid import (
 )
 from sparkdl.volumes.network import PatchModel, identity_of
 from sparkdl.volumes.numbers import Reading
-from sparkdl.volumes.places import Place
 from sparkdl.volumes.records import Marker, Records, alone, digest_of
-from sparkdl.volumes.store import Volume, created, require_apart
+from sparkdl.volumes.store import Place, Volume, created, require_apart
 from sparkdl.volumes.task import ChunkTask
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,15 @@
-"""A run without threads, sockets or a clock: events with made-up times in, decisions out."""
+"""A run without threads, sockets or a clock, and what policies come to in many schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
 from decided import Kind, Told, do, told
+from support.simulation.plan import random_plan
+from support.simulation.run import Outcome, simulate
 
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member, Tolerance
@@ -185,3 +188,44 @@ def expect_failure(run: Run, decisions: list[Told], kind: type[SparkDLError], wo
     assert decisions[-1:] == [do.end(run.failure)]
     with pytest.raises(kind, match=words):
         raise run.failure or AssertionError("the run goes on")
+
+
+class AllButStragglers(All):
+    """Backup workers (Chen et al. 2016): a round does without its slowest.
+
+    Args:
+        spared: how many are not waited for.
+    """
+
+    in_step = False
+
+    def __init__(self, spared: int = 1) -> None:
+        self._spared = spared
+
+    def is_enough(self, entered: int, late: int, group: int) -> bool:
+        return entered >= group - self._spared
+
+
+def outcomes(
+    policy: Callable[[], RoundPolicy],
+    seeds: Iterable[int],
+    times: int = 1,
+    kind: type[Coordinator] = Coordinator,
+) -> list[Outcome]:
+    """How simulated runs end whose epochs have so many times as many windows as usual."""
+    return [simulate(random_plan(seed, times=times), kind, policy=policy) for seed in seeds]
+
+
+class Calls:
+    """Counts the calls of functions while it is entered."""
+
+    counted = 0
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        self.counted += event in ("call", "c_call")

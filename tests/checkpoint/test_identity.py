@@ -1,4 +1,4 @@
-"""Objects are told the same way in every process, and another way if they do something else."""
+"""What a checkpoint is of: objects and settings are told the same way in every process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer
-from sparkdl.checkpoint.policy import differences
+from sparkdl.checkpoint.policy import differences, require_same
+from sparkdl.errors import CheckpointError, ConfigError
 
 SCRIPT = '''
 import dataclasses, enum, functools, json, logging, sys, threading
@@ -355,3 +356,25 @@ def test_a_number_that_is_new_each_time_is_named() -> None:
             return "Tagged"
 
     assert "attribute tag" in line(Tagged(), Tagged())
+
+
+def test_a_checkpoint_that_says_nothing_of_its_training_is_refused_in_words(
+    subtests: pytest.Subtests,
+) -> None:
+    for loss in [
+        {},
+        {"is": "MSELoss()"},
+        {**describe(nn.MSELoss()), "parts": {}, "is": None},
+        {**describe(nn.MSELoss()), "parts": 7},
+    ]:
+        with (
+            subtests.test(loss=loss),
+            pytest.raises(CheckpointError, match="here does not say what training it belongs to"),
+        ):
+            require_same("here", {"loss": loss}, {"loss": describe(nn.MSELoss())})
+
+
+def test_texts_that_differ_in_the_end_of_the_last_line_are_told_apart() -> None:
+    now = describe(nn.MSELoss())
+    with pytest.raises(ConfigError, match="loss: was MSELoss"):
+        require_same("here", {"loss": {**now, "is": now["is"] + "\n", "parts": {}}}, {"loss": now})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_row import every
 from frames import estimator, frame, frame_of_sizes, ids_by_partition, in_files
 from missing_names import lacking
 from models import RowIds, row_ids

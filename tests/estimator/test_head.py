@@ -20,7 +20,7 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.head import Head, head_of, output_function
 from sparkdl.estimator.outputs import MetricInputs
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.inference.scores import Labels, Score
+from sparkdl.spark.inference.predictor import Labels, Score
 
 
 class MyCrossEntropy(nn.CrossEntropyLoss):

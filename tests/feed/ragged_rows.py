@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from sparkdl.feed.columns.ragged import Ragged
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema, Ragged
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 

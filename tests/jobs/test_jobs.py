@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pyspark
 import pytest
 from every_row import every
 from pyspark.ml import PipelineModel
@@ -292,3 +293,43 @@ def test_columns_are_as_wide_as_their_names() -> None:
 def test_without_baselines_there_is_nothing_to_say() -> None:
     only = Score(name="network", metrics={"AUC": 0.7, "log-loss": 0.5}, seconds=1.0)
     assert "beat" not in format_scores([only], LARGER)
+
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.mark.gate
+@pytest.mark.versions
+def test_spark_submit_runs_the_training_job(tmp_path: Path) -> None:
+    make_table(tmp_path / "table")
+    said = configuration(tmp_path)
+    said["baselines"] = {}
+    said["session"] = {}
+    config = write_configuration(tmp_path, said)
+    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    conf = ["spark.ui.enabled=false", "spark.executor.memory=1024m"]
+    done = subprocess.run(
+        [
+            str(submit),
+            "--master",
+            "local-cluster[2,1,1024]",
+            *(word for each in conf for word in ("--conf", each)),
+            str(PROJECT / "jobs" / "train.py"),
+            "--config",
+            config,
+            "--run_id",
+            "1",
+        ],
+        env=os.environ
+        | {
+            "PYSPARK_PYTHON": sys.executable,
+            "PYTHONPATH": os.pathsep.join([str(PROJECT), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "model" / "_result.json").read_text())
+    assert (result["status"], len(result["history"])) == ("complete", 6)

@@ -103,7 +103,7 @@ def a_thread_of_the_user_may_compile_while_a_fit_has_something_stand_in() -> Non
 @fact
 def nothing_stands_in_for_it_in_the_driver_outside_of_a_fit() -> None:
     from sparkdl.driver import initial_center
-    from sparkdl.estimator.checks.rehearsal import require_steady_state
+    from sparkdl.estimator.checks.preflight import require_steady_state
     from sparkdl.replica import Replica
 
     assert COMPILER not in sys.modules

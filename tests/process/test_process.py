@@ -1,12 +1,14 @@
-"""Settings of a worker's process: allocator, torch and random numbers."""
+"""A worker's process: allocator, torch, random numbers, and alarms."""
 
 from __future__ import annotations
 
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch
 from subprocesses import printed_by
 from torch import Tensor
 
+from sparkdl.errors import DeadlineError
+from sparkdl.process.interrupts import raise_after
 from sparkdl.process.lazy_compiler import COMPILER, defer_compiler
 from sparkdl.process.randomness import (
     borrowed_random_numbers,
@@ -238,3 +242,28 @@ def test_seeds_of_any_size_give_streams_of_their_own() -> None:
         seed_worker(seed)
         streams.append(tuple(draw_everywhere()))
     assert len(set(streams)) == 4
+
+
+@pytest.fixture(autouse=True)
+def _same_alarm() -> Iterator[None]:
+    """That of the test's own timeout goes on afterwards."""
+    handler, (left, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    yield
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, left)
+
+
+def test_an_alarm_interrupts_what_hangs_and_says_where() -> None:
+    with pytest.raises(DeadlineError, match="test_an_alarm_interrupts_what_hangs_and_says_where"):
+        hang(raise_after(0.01, DeadlineError))
+
+
+def hang(_: object) -> None:
+    time.sleep(600)
+
+
+def test_an_alarm_that_is_called_off_is_not_raised() -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    raise_after(600.0, DeadlineError)()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == handler

@@ -24,8 +24,8 @@ from sparkdl.callbacks import Callback, TrainingReport, WorkerCallback
 from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.phases import COMPUTE, DECODE, PHASES, WAIT, PhaseClock
 from sparkdl.planner.profile import Profile
+from sparkdl.planner.simulation.cluster import LogNormal, ShiftedGamma
 from sparkdl.planner.simulation.exchanges import Exchange
-from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
 from sparkdl.planner.traffic import Traffic
 from sparkdl.report import TrainingSummary, recording
 from sparkdl.strategies import ElasticAveraging, GradientAllReduce, ParameterAveraging, PowerSGD

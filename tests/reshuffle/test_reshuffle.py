@@ -22,8 +22,7 @@ from toys import Data, classification, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
-from sparkdl.feed.columns.ragged import Ragged
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema, Ragged
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding

@@ -1,15 +1,22 @@
-"""A group of workers as threads of this process, which adds in the order of ranks."""
+"""Workers without a run: a group as threads of this process, and pairs that visit each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Barrier
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from sparkdl.errors import DisconnectedError, TrainingError
+from sparkdl.transport.connection import Connection
 
 PATIENCE_S = 30.0
 
@@ -88,3 +95,36 @@ def steps_of(
         compressor.average(given)
         done.append((asked, given, {p: e.clone() for p, e in compressor.errors.items()}))
     return done
+
+
+class Hosts(Protocol):
+    def host(self, connection: Connection, asked: dict[str, Any]) -> None: ...
+
+
+@contextmanager
+def connected(host: Hosts) -> Iterator[Connection]:
+    """A connection to a worker that serves visits until the visitor has left."""
+    here, there = (Connection(end, 5.0) for end in socket.socketpair())
+    errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def serve() -> None:
+        try:
+            while True:
+                host.host(there, there.receive_header())
+        except DisconnectedError:
+            pass
+        except TrainingError as error:
+            errors.put(error)
+        finally:
+            there.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield here
+    finally:
+        here.close()
+        thread.join(60)
+        assert not thread.is_alive()
+    if not errors.empty():
+        raise errors.get()

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError, DataError, SparkDLError
-from sparkdl.volumes.places import answered, said, specification
-from sparkdl.volumes.store import Volume, created, require_apart
+from sparkdl.volumes.store import Volume, answered, created, require_apart, said, specification
 
 SHAPE = (10, 12, 14)
 FORMATS = ("zarr", "zarr3", "n5", "neuroglancer_precomputed")

@@ -21,8 +21,7 @@ from sparkdl.arguments import counted
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.building import reported
 from sparkdl.estimator.head import Head
-from sparkdl.feed.columns.ragged import Column, equal_rows, picked
-from sparkdl.feed.columns.schema import FeedSchema, input_names
+from sparkdl.feed.columns.schema import Column, FeedSchema, equal_rows, input_names, picked
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.metrics.metrics import Metrics, rehearse
 from sparkdl.outputs import Widths, described, pick, widths_of

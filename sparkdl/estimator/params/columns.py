@@ -28,7 +28,7 @@ from sparkdl.estimator.params.declaration import (
 from sparkdl.outputs import OutputKey
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.rows import converters as convert
-from sparkdl.spark.rows.image_columns import ImageScale
+from sparkdl.spark.rows.column_overrides import ImageScale
 
 
 class InputParams(HasFeaturesCol, HasLabelCol, DeclaredParams, group="Columns"):

@@ -18,7 +18,7 @@ from sparkdl.estimator.params.converters import Label
 from sparkdl.estimator.params.declaration import DeclaredParams
 from sparkdl.outputs import OutputKey
 from sparkdl.protocols import SequenceInput
-from sparkdl.spark.rows.image_columns import ImageScale
+from sparkdl.spark.rows.column_overrides import ImageScale
 
 class InputParams(HasFeaturesCol, HasLabelCol, DeclaredParams):
     def setFeaturesCol(self, value: str) -> Self: ...

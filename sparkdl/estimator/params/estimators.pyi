@@ -19,7 +19,7 @@ from sparkdl.protocols import (
     SchedulerBuilder,
     SequenceInput,
 )
-from sparkdl.spark.rows.image_columns import ImageScale
+from sparkdl.spark.rows.column_overrides import ImageScale
 from sparkdl.strategies import Strategy
 
 class TorchEstimatorParams(OutputParams):

@@ -21,7 +21,7 @@ from sparkdl.arguments import counted
 from sparkdl.encodings import NUMBERS
 from sparkdl.encodings.encoding import Broken, numpy_of
 from sparkdl.errors import DataError
-from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.columns.schema import Column, Ragged
 from sparkdl.feed.conversion import first_lost, limits
 from sparkdl.protocols import ColumnSpec
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.columns.schema import Column, Ragged
 
 MODULUS = 1 << 64
 BLOCK_WORDS = 1 << 15

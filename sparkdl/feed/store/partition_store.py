@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns.ragged import Column
+from sparkdl.feed.columns.schema import Column
 from sparkdl.feed.store.rows import StoredRows, StoredSequences
 from sparkdl.protocols import ColumnSpec
 

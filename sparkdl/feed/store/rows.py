@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
-from sparkdl.feed.columns.ragged import Ragged, items_of
+from sparkdl.feed.columns.schema import Ragged, items_of
 from sparkdl.protocols import ColumnSpec
 
 PAGE_BYTES = 2 << 20

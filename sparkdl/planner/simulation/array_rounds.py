@@ -21,9 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparkdl.planner.links import Link
-from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note, Seconds
 from sparkdl.planner.simulation.exchanges import Exchange, sum_s, summed_bytes
-from sparkdl.planner.simulation.step_times import Seconds
 from sparkdl.planner.traffic import BACKWARD
 
 BUFFERED_BYTES = 1 << 19

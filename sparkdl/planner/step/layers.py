@@ -19,8 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparkdl.arguments import require_positive, require_whole
 from sparkdl.errors import ModelError
 from sparkdl.planner.links import Link
-from sparkdl.planner.step.balance import Layer
-from sparkdl.planner.step.layer_report import LayerBalance
+from sparkdl.planner.step.balance import Layer, LayerBalance
 from sparkdl.planner.step.memory import Example, as_batch, in_words, probe, rows_of
 from sparkdl.protocols import Batch, LossFunction
 from sparkdl.replica.replica import Replica

@@ -1,4 +1,4 @@
-"""What ranks in processes of their own add to PySpark's accumulators."""
+"""What PySpark keeps in a task's process, for the processes of its ranks; what they add to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import cloudpickle
 import pyarrow as pa
+from pyspark import TaskContext
 from pyspark.accumulators import _accumulatorRegistry, _deserialize_accumulator
+
+from sparkdl.spark.catalyst.core import SparkFiles
 
 _ADDED = pa.schema([("added to accumulators", pa.binary())])
 
@@ -38,3 +41,14 @@ def counted(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for number, parameter, value in cloudpickle.loads(batch.column(0)[0].as_py()):
             zero = parameter.zero(value)
             _deserialize_accumulator(number, zero, parameter).add(value)
+
+
+def restore(files: str, context: TaskContext) -> None:
+    """Put things where PySpark looks for them in this process.
+
+    Args:
+        files: where Spark keeps the files that the user has added to the session.
+        context: the task's context.
+    """
+    SparkFiles._root_directory, SparkFiles._is_running_on_worker = files, True
+    TaskContext._setTaskContext(context)

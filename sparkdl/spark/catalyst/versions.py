@@ -1,16 +1,19 @@
 """What the supported versions of Spark have in different places, or lack.
 
 Whether a version has something is asked of the thing itself: vendors bring features to older ones.
+pyspark.ml tells no stage the grid of the search that it is fitted for.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyspark
+from pyspark.ml.param import Param
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import types as T
@@ -85,3 +88,19 @@ def column_bridge(jvm: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
     if of_spark_3():
         return (lambda column: column.expr()), sql.Column
     return sql.classic.ExpressionUtils.expression, sql.classic.ExpressionUtils.column
+
+
+def searched_grid() -> Sequence[dict[Param[Any], Any]]:
+    """All settings that a ``CrossValidator`` or ``TrainValidationSplit`` is going to try.
+
+    Returns:
+        The settings of the one that the caller is called by, also by way of a ``Pipeline``; none
+        elsewhere, or if this Spark calls them otherwise.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "pyspark.ml.tuning" and "epm" in frame.f_locals:
+            found: Sequence[dict[Param[Any], Any]] = frame.f_locals["epm"]
+            return found
+    return ()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.cluster.gpus import VISIBLE
+from sparkdl.spark.cluster.slots import VISIBLE
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from sparkdl.errors import ConfigError
 from sparkdl.protocols import SequenceInput
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.closures.pickling import pickled_or_refused
-from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.network import driver_ports
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
+    gpu_profile,
     queued,
     require_free_slots,
     require_static_allocation,
@@ -50,12 +50,11 @@ from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.spark.launch.worker_rows import SHUFFLES, Workers
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, ColumnOverrides
+from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, ColumnOverrides, ImageScale
 from sparkdl.spark.rows.converters import one_of, switch
-from sparkdl.spark.rows.image_columns import ImageScale
 from sparkdl.spark.rows.scratch import STORE_PLACES
-from sparkdl.spark.session.encryption import encrypts_connections, require_trusted_network
 from sparkdl.spark.session.required import require_frame, require_session
+from sparkdl.spark.session.session import encrypts_connections, require_trusted_network
 from sparkdl.transport.service import Service
 
 

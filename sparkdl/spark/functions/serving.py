@@ -18,9 +18,9 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.errors import DataError, DeadlineError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.spark.cluster.gpus import ranks_a_task
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.run_jobs import RunJobs
+from sparkdl.spark.cluster.slots import ranks_a_task
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import RunService, named
 from sparkdl.spark.functions.task import Feeding
@@ -29,7 +29,7 @@ from sparkdl.spark.launch.stage_task import StartWorkers
 from sparkdl.spark.launch.worker_rows import Workers
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
 from sparkdl.spark.rows.columns import input_columns
-from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.spark.session.session import keeps_rows_in_memory
 from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)

@@ -32,9 +32,8 @@ from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.spark.cluster.devices import choose_device
-from sparkdl.spark.cluster.gpus import VISIBLE
-from sparkdl.spark.diagnostics.output import Output
-from sparkdl.spark.diagnostics.run_client import JOIN_S, RunClient
+from sparkdl.spark.cluster.slots import VISIBLE
+from sparkdl.spark.diagnostics.run_client import JOIN_S, Output, RunClient
 from sparkdl.spark.functions.program import Script, enter, leaving_with_zero, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment

@@ -19,8 +19,7 @@ from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.failures import told_in_driver
-from sparkdl.spark.inference.predictor import Predictor, only
-from sparkdl.spark.inference.scores import Labels
+from sparkdl.spark.inference.predictor import Labels, Predictor, only
 from sparkdl.spark.launch.environments import checked
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.packing import packed

@@ -22,7 +22,7 @@ from pyspark.sql import types as T
 
 from sparkdl.errors import DataError
 from sparkdl.spark.catalyst.versions import arrow_type
-from sparkdl.spark.inference.arrow_functions import Arrays, Function, columns_of, struct_of
+from sparkdl.spark.inference.columns import Arrays, Function, columns_of, struct_of
 from sparkdl.spark.launch.environments import checked
 
 EXACT = 1 << 53

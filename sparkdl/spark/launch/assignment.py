@@ -19,11 +19,10 @@ from pyspark import TaskContext
 from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.process.interrupts import interrupted_by_signals_alone
-from sparkdl.spark.catalyst.accumulators import added_here, counted
+from sparkdl.spark.catalyst.accumulators import added_here, counted, restore
 from sparkdl.spark.catalyst.core import SparkFiles
-from sparkdl.spark.catalyst.surroundings import restore
 from sparkdl.spark.closures.sending import SentBytes
-from sparkdl.spark.cluster.gpus import VISIBLE
+from sparkdl.spark.cluster.slots import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks

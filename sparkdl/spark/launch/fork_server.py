@@ -1,4 +1,4 @@
-"""What the process from which ranks are forked imports, and no other; see ``forked.py``."""
+"""What the process from which ranks are forked imports, and no other; see ``rank_host.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from sparkdl.spark.launch.forked import end_with_parent
+from sparkdl.spark.launch.rank_host import end_with_parent
 
 _SERVER, _TASK = os.getpid(), os.getppid()
 # ``forkserver.main`` is called with its listener's descriptor, and says so nowhere else this early.

@@ -23,9 +23,8 @@ from sparkdl.errors import (
 from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.catalyst.jvm import end_of_jvm
 from sparkdl.spark.closures.sending import lent
-from sparkdl.spark.cluster.gpus import gpu_profile
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
-from sparkdl.spark.cluster.slots import require_free_slots
+from sparkdl.spark.cluster.slots import gpu_profile, require_free_slots
 from sparkdl.spark.diagnostics.console import display, echoes
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.task_failures import (
@@ -40,7 +39,7 @@ from sparkdl.spark.launch.environments import setup_error, task_of
 from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.spark.session.encryption import keeps_rows_in_memory
+from sparkdl.spark.session.session import keeps_rows_in_memory
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.needed_modules import pickled
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened

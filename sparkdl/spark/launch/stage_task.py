@@ -32,7 +32,7 @@ from sparkdl.spark.launch.assignment import (
     hosted,
     run_ranks,
 )
-from sparkdl.spark.launch.forked import end_ranks, start_server
+from sparkdl.spark.launch.rank_host import end_ranks, start_server
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.user_code.tracebacks import message_of

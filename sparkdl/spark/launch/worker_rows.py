@@ -26,7 +26,7 @@ from sparkdl.spark.catalyst.core import RDD
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, in_partitions, moved, planned
 from sparkdl.spark.catalyst.versions import on_tasks
-from sparkdl.spark.cluster.gpus import gpu_profile
+from sparkdl.spark.cluster.slots import gpu_profile
 from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.rows.columns import InputColumn, quoted
 from sparkdl.spark.rows.packing import packed, small_record_batches

@@ -27,8 +27,7 @@ from torch import Tensor
 from sparkdl.averager.client.client import merge
 from sparkdl.averager.values.wire_format import Chunk, plan_fragments
 from sparkdl.protocols import Batch, Segment
-from sparkdl.strategies.base import Run
-from sparkdl.strategies.on_worker import StepsAhead
+from sparkdl.strategies.base import Run, StepsAhead
 
 
 class Stream:

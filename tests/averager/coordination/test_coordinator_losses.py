@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from decided import Told, do
-from decisions import Every, Run, commit, expect_failure, only, report, shard
+from decisions import AllButStragglers, Every, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
 from every_row import every
-from stragglers import AllButStragglers
 
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.rank_states import RankState

@@ -11,7 +11,6 @@ from decided import Told, do
 from decisions import Run, expect_failure, only, started
 from every_row import every
 from summed import sums_of
-from validating import HELD_OUT, ask, told, validate, with_held_out_rows
 
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.full_round import FullRound
@@ -26,6 +25,32 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport, WindowReport
+from sparkdl.feed.statistics.shards import ShardStatistics
+
+HELD_OUT = ShardStatistics(1, (), held_out=1)
+
+
+def with_held_out_rows(run: Run, found: ShardStatistics | None = HELD_OUT) -> Run:
+    for rank in run.ranks:
+        run.join(rank)
+    for rank in run.ranks:
+        run.read(rank, found)
+    run.start()
+    run.take()
+    return run
+
+
+def validate(run: Run, rank: int, loss: float, epoch: int = 1) -> list[Told]:
+    report = ValidationReport(rank=rank, epoch=epoch, examples=1, loss_sum=loss, weight=1.0)
+    return run.tell("validated", run.members[rank], report)
+
+
+def ask(run: Run, rank: int, epochs: int = 1, known: int = 0) -> list[Told]:
+    return run.tell("epoch_losses_wanted", run.members[rank], known, epochs)
+
+
+def told(decisions: list[Told]) -> dict[int, tuple[float, ...]]:
+    return {each.member.rank: each.losses for each in only(do.send_epoch_losses, decisions)}
 
 
 def test_without_held_out_rows_the_training_loss_is_told_at_once() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from decided import Told, do, told
-from decisions import Every, Run, commit, only, started
-from stragglers import Calls, outcomes
+from decisions import Calls, Every, Run, commit, only, outcomes, started
 
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff

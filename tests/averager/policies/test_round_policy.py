@@ -11,9 +11,8 @@ import pytest
 import torch
 from by_keyword import open_averager
 from decided import Told, do
-from decisions import Run, commit, only, report, started
+from decisions import AllButStragglers, Calls, Run, commit, only, outcomes, report, started
 from every_row import every
-from stragglers import AllButStragglers, Calls, outcomes
 
 from sparkdl.averager.policies.cutoff import Numbers, RunTimes, best_cutoff
 from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy

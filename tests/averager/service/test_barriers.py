@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from decided import Told, do
-from decisions import Every, Run, commit, expect_failure, only, report, started
+from decisions import Calls, Every, Run, commit, expect_failure, only, outcomes, report, started
 from every_row import every
-from stragglers import Calls, outcomes
 from support.simulation.plan import random_plan
 from support.simulation.run import Outcome, simulate
 

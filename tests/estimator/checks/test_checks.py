@@ -24,8 +24,12 @@ from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.checks.probe import Trial
-from sparkdl.estimator.checks.row_checks import RowChecks
-from sparkdl.estimator.checks.values import check_label, check_weight, require_holdable
+from sparkdl.estimator.checks.row_checks import (
+    RowChecks,
+    check_label,
+    check_weight,
+    require_holdable,
+)
 from sparkdl.estimator.head import Head
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.record_batches.decode import without_infinity

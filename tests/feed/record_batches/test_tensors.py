@@ -12,7 +12,7 @@ from ragged_rows import EVENTS
 from sparkdl import encodings
 from sparkdl.encodings import IMAGE, NUMBERS, VECTOR, Encoding
 from sparkdl.errors import DataError
-from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.columns.schema import Column, Ragged
 from sparkdl.feed.record_batches.decode import (
     instead_of_nulls,
     tensors_of,

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from ragged_rows import ragged
 
 from sparkdl import encodings
-from sparkdl.feed.columns.ragged import Ragged
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.columns.schema import FeedSchema, Ragged
 from sparkdl.feed.statistics.column import places_from, scan
 from sparkdl.feed.statistics.fingerprint import fingerprint
 from sparkdl.feed.statistics.shards import DataStatistics

@@ -24,7 +24,7 @@ from ragged_rows import TOKENS, ragged
 from torch import Tensor
 
 from sparkdl.errors import TrainingError
-from sparkdl.feed.columns.ragged import Column, Ragged
+from sparkdl.feed.columns.schema import Column, Ragged
 from sparkdl.feed.store import rows as rows_module
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding

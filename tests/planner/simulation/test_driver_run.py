@@ -15,11 +15,10 @@ from every_row import every
 
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
-from sparkdl.planner.simulation.cluster import Cluster, Epoch
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, ShiftedGamma
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.engine import Clock, SharedLink, Sum
 from sparkdl.planner.simulation.exchanges import Exchange, Topology, exchange_of
-from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma
 from sparkdl.report import simulation
 from sparkdl.report.simulation import STRATEGIES as USUAL
 from sparkdl.report.simulation import simulate_epoch

@@ -13,7 +13,14 @@ from every_row import every
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.array_rounds import array_rounds
-from sparkdl.planner.simulation.cluster import Cluster, Epoch
+from sparkdl.planner.simulation.cluster import (
+    Cluster,
+    Epoch,
+    LogNormal,
+    ShiftedGamma,
+    StepTimes,
+    fitted,
+)
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.exchanges import (
     Exchange,
@@ -22,7 +29,6 @@ from sparkdl.planner.simulation.exchanges import (
     sum_s,
     summed_bytes,
 )
-from sparkdl.planner.simulation.step_times import LogNormal, ShiftedGamma, StepTimes, fitted
 from sparkdl.strategies import (
     SSP,
     AsynchronousSGD,

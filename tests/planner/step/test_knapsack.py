@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
-from sparkdl.planner.step.knapsack import fastest
+from sparkdl.planner.step.memory import fastest
 
 Option = tuple[float, int]
 Table = list[list[Option]]

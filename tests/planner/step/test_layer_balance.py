@@ -21,6 +21,7 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.planner.links import Link
 from sparkdl.planner.step.balance import (
     Layer,
+    LayerBalance,
     best_exchange,
     best_groups,
     bubbles,
@@ -28,7 +29,6 @@ from sparkdl.planner.step.balance import (
     exchange,
     step,
 )
-from sparkdl.planner.step.layer_report import LayerBalance
 from sparkdl.planner.step.layers import layer_balance
 from sparkdl.planner.step.memory import rows_of
 

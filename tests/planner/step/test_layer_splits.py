@@ -12,8 +12,7 @@ from every_row import every
 from torch import nn
 
 from sparkdl.planner.links import Link
-from sparkdl.planner.step.balance import Layer, by_data, exchange, step
-from sparkdl.planner.step.layer_report import fastest_split
+from sparkdl.planner.step.balance import Layer, by_data, exchange, fastest_split, step
 from sparkdl.planner.step.layers import layer_balance
 from sparkdl.strategies import Hybrid
 from sparkdl.strategies.all_reduce.hybrid import sent_bytes

@@ -15,7 +15,7 @@ from subprocesses import printed_by
 
 from sparkdl.collective.network import require_distinct_gpus
 from sparkdl.errors import ConfigError
-from sparkdl.spark.catalyst import surroundings
+from sparkdl.spark.catalyst import accumulators
 from sparkdl.spark.closures.sending import InPieces
 from sparkdl.spark.cluster.devices import choose_device, device_index
 from sparkdl.spark.launch import assignment
@@ -99,7 +99,7 @@ def own_process_of(
     called: list[Any] = []
     monkeypatch.setattr(assignment.TaskContext, "get", lambda: fake_task(0, addresses))
     monkeypatch.setattr(assignment, "host_ranks", lambda calls, *_: called.extend(calls) or [])
-    monkeypatch.setattr(surroundings.SparkFiles, "getRootDirectory", lambda: "/files")
+    monkeypatch.setattr(accumulators.SparkFiles, "getRootDirectory", lambda: "/files")
     list(
         run_ranks(
             f"{__name__}:tell_gpu", InPieces((), b"argument"), (), 1, apart, None, {}, iter([])

@@ -24,8 +24,13 @@ from waiting import eventually
 
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.spark.diagnostics.console import Display
-from sparkdl.spark.diagnostics.output import MAX_LINE, MAX_LINES_A_SECOND, Output
-from sparkdl.spark.diagnostics.run_client import RunClient, forwarded
+from sparkdl.spark.diagnostics.run_client import (
+    MAX_LINE,
+    MAX_LINES_A_SECOND,
+    Output,
+    RunClient,
+    forwarded,
+)
 from sparkdl.transport.connection import Connection
 
 

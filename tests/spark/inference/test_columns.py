@@ -23,8 +23,7 @@ from sparkdl.feed.record_batches.decode import tensors_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.inference.columns import _as_it_comes, _without_decimals
 from sparkdl.spark.inference.evaluation import _weights
-from sparkdl.spark.inference.predictor import PredictionSettings
-from sparkdl.spark.inference.scores import Labels, Score
+from sparkdl.spark.inference.predictor import Labels, PredictionSettings, Score
 
 ONE, THREE = (ColumnSpec("x", torch.float32, shape) for shape in ((), (3,)))
 

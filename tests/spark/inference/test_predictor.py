@@ -27,8 +27,14 @@ from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.inference.failures import told_in_driver
-from sparkdl.spark.inference.predictor import OutputColumn, PredictionSettings, Predictor, Running
-from sparkdl.spark.inference.scores import Labels, Score
+from sparkdl.spark.inference.predictor import (
+    Labels,
+    OutputColumn,
+    PredictionSettings,
+    Predictor,
+    Running,
+    Score,
+)
 
 
 class Silent(BaseException):

@@ -19,8 +19,7 @@ from subprocesses import run_python
 from waiting import eventually, eventually_gone
 
 from sparkdl.spark.launch.assignment import run_rank
-from sparkdl.spark.launch.forked import first_environment
-from sparkdl.spark.launch.rank_host import RankCall, host_ranks
+from sparkdl.spark.launch.rank_host import RankCall, first_environment, host_ranks
 
 
 def call(function: str, *arguments: object) -> str:

@@ -1,4 +1,4 @@
-"""Several ranks in one task, each a process: every row once, nobody stays, every end is told."""
+"""Ranks in processes of a task, and a stage whose first task serves the others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,16 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark import BarrierTaskContext
+from pyspark.sql import Row
 from waiting import eventually, eventually_gone, is_there
 
-from sparkdl.errors import TrainingError, WorkerLostError
+from sparkdl.errors import DeadlineError, TrainingError, WorkerLostError
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.spark.launch import beside, stage_task
+from sparkdl.spark.launch.beside import ForwardedLogs, pieces, read_stage
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks, shares
+from sparkdl.spark.launch.stage_task import END_OF_ANSWER, SERVICE_ROW, run_stage_task
 
 
 def rows(places: Any, values: Any = None) -> pa.RecordBatch:
@@ -167,3 +174,55 @@ def test_a_rank_ends_with_the_task_that_is_killed(tmp_path: Path) -> None:
     task.kill()
     task.wait()
     assert eventually_gone(int(sleeper.read_text()))
+
+
+def test_a_worker_that_stays_after_the_run_is_ended_and_fails_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+
+    def rows(*_: Any, **__: Any) -> Iterator[Row]:
+        for piece in pieces(ForwardedLogs().header, [memoryview(b"the model")]):
+            yield Row(rank=SERVICE_ROW, result=piece)
+        yield Row(rank=0, result=b"its result")
+        yield Row(rank=SERVICE_ROW, result=END_OF_ANSWER)
+        assert ended.wait(60)
+        raise RuntimeError("the operation was interrupted")
+
+    monkeypatch.setattr(beside, "run_tasks", rows)
+    monkeypatch.setattr(beside, "send", lambda *_: None)
+    session: Any = SimpleNamespace(
+        addTag=lambda tag: None, removeTag=lambda tag: None, interruptTag=lambda tag: ended.set()
+    )
+    workers: Any = SimpleNamespace(
+        frame=SimpleNamespace(sparkSession=session), num_tasks=2, ranks_a_task=1
+    )
+    found = read_stage(
+        workers,
+        "os:path",
+        b"",
+        lambda _, values: b"".join(values),
+        begin_s=1.0,
+        patience_s=0.2,
+        shipment=None,
+    )
+    assert found == (b"the model", {0: b"its result"})
+
+
+def test_a_first_task_that_never_comes_to_the_first_meeting_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+    context = SimpleNamespace(
+        getTaskInfos=lambda: [SimpleNamespace(address=f"host-{task}:1") for task in range(2)],
+        partitionId=lambda: 1,
+        allGather=lambda _: ended.wait(600),
+    )
+    monkeypatch.setattr(BarrierTaskContext, "get", lambda: context)
+    monkeypatch.setattr(stage_task, "MEET_S", 0.0)
+    arguments: dict[str, Any] = {"payload": None, "tasks": 2, "ranks": 1}
+    arguments |= {"apart": False, "begin_s": 0.0, "shipment": None}
+    task = run_stage_task("os:path", **arguments, versions={}, batches=iter(()))
+    with pytest.raises(DeadlineError, match=r"the first task, on host-0:1, has not begun to serve"):
+        list(task)
+    ended.set()

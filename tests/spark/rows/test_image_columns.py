@@ -24,10 +24,9 @@ from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.rows.column_overrides import ColumnOverrides
+from sparkdl.spark.rows.column_overrides import ColumnOverrides, ImageColumns
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.spark.rows.converters import image_scale, image_size
-from sparkdl.spark.rows.image_columns import ImageColumns
 
 PHOTO = InputColumn("x", "binary", True, BYTES, None)
 STRUCT = InputColumn("x", "struct<...>", True, PIXELS, 3)

@@ -38,7 +38,7 @@ from sparkdl import (
 from sparkdl.errors import ConfigError, DataError, SetupError
 from sparkdl.jobs.sources import Rows, Source
 from sparkdl.spark.rows import scratch
-from sparkdl.spark.session import encryption
+from sparkdl.spark.session import session as sessions
 from sparkdl.spark.session.required import require_frame, require_session
 
 
@@ -202,8 +202,8 @@ def setting(spark: SparkSession) -> Iterator[Setting]:
     before = dict(conf.getAll())
     yield conf.set
     conf.setAll(before.items())
-    ours = (encryption.AUTHENTICATE, encryption.DISK_SETTING, encryption.PLAINTEXT)
-    for name in (*encryption.NETWORK_SETTINGS, *ours):
+    ours = (sessions.AUTHENTICATE, sessions.DISK_SETTING, sessions.PLAINTEXT)
+    for name in (*sessions.NETWORK_SETTINGS, *ours):
         conf.set(name, before.get(name, "false"))
 
 
@@ -213,39 +213,37 @@ def session(**conf: str) -> Any:
 
 
 def test_any_setting_that_encrypts_sparks_connections_encrypts_ours() -> None:
-    for name, value in product(encryption.NETWORK_SETTINGS, ("true", "TRUE", " true ")):
+    for name, value in product(sessions.NETWORK_SETTINGS, ("true", "TRUE", " true ")):
         demanded = session(**{name: value})
-        assert encryption.encrypts_connections(demanded, False), (name, value)
+        assert sessions.encrypts_connections(demanded, False), (name, value)
         with pytest.raises(ConfigError, match=f"{name} is true, but Gossip exchanges over gloo"):
-            encryption.require_trusted_network(demanded, False, "Gossip")
+            sessions.require_trusted_network(demanded, False, "Gossip")
 
 
 def test_connections_are_not_encrypted_unless_asked_for() -> None:
     for conf in ({}, {"spark.ssl.enabled": "false", "spark.authenticate": "false"}):
-        assert not encryption.encrypts_connections(session(**conf), False)
-        encryption.require_trusted_network(session(**conf), False, "Gossip")
-    assert encryption.encrypts_connections(session(), True)
+        assert not sessions.encrypts_connections(session(**conf), False)
+        sessions.require_trusted_network(session(**conf), False, "Gossip")
+    assert sessions.encrypts_connections(session(), True)
 
 
 def test_ports_without_a_token_are_refused_where_spark_authenticates() -> None:
-    refused = (
-        rf"authenticate is true, but Gossip .* accept anyone.* set {encryption.PLAINTEXT}=true"
-    )
+    refused = rf"authenticate is true, but Gossip .* accept anyone.* set {sessions.PLAINTEXT}=true"
     for value in ("true", "TRUE", " true "):
         demanded = session(spark_authenticate=value)
-        assert not encryption.encrypts_connections(demanded, False)
+        assert not sessions.encrypts_connections(demanded, False)
         with pytest.raises(ConfigError, match=refused):
-            encryption.require_trusted_network(demanded, False, "Gossip")
+            sessions.require_trusted_network(demanded, False, "Gossip")
 
 
 def test_a_user_may_declare_the_network_among_executors_safe() -> None:
     conf = {
         "spark.authenticate": "true",
         "spark.network.crypto.enabled": "true",
-        encryption.PLAINTEXT: "true",
+        sessions.PLAINTEXT: "true",
     }
-    encryption.require_trusted_network(session(**conf), True, "Gossip")
-    assert encryption.encrypts_connections(session(**conf), False)
+    sessions.require_trusted_network(session(**conf), True, "Gossip")
+    assert sessions.encrypts_connections(session(**conf), False)
 
 
 def test_a_host_without_a_file_system_in_memory_is_named(
@@ -306,7 +304,7 @@ def test_functions_of_ones_own_are_refused_where_spark_has_to_encrypt_or_authent
         setting(name, "true")
         with pytest.raises(ConfigError, match=f"{name} is true, but what sparkdl.run calls"):
             sparkdl.run(task_rank, num_workers=2)
-    setting(encryption.PLAINTEXT, "true")
+    setting(sessions.PLAINTEXT, "true")
     assert sparkdl.run(task_rank, num_workers=2) == [0, 1]
 
 
@@ -320,5 +318,5 @@ def test_rows_stay_in_memory_where_the_user_or_spark_wants_no_plain_disks(
         return {"memory" if scratch.MEMORY in file.parents else "disk" for file in files}
 
     assert rows_are_in(storeIn="memory") == {"memory"}
-    setting(encryption.DISK_SETTING, "true")
+    setting(sessions.DISK_SETTING, "true")
     assert rows_are_in() == {"memory"}

@@ -160,3 +160,29 @@ def test_an_archive_that_is_not_there_is_named_with_the_setting_and_the_fix() ->
     )
     assert "spark.archives (--archives of spark-submit) names it" in last
     assert f"relative to {Path.cwd()}" in last
+
+
+OLD_SPARK = """
+import sparkdl
+told = {}
+for name in sparkdl.__all__:
+    try:
+        getattr(sparkdl, name)
+    except Exception as error:
+        told[name] = f"{type(error).__name__}: {error}"
+print(len(told), *set(told.values()), sep="\\n")
+print("TorchEstimator" in told, "LAMB" in told)
+"""
+
+
+def test_spark_3_4_is_refused_by_every_name_that_needs_spark(tmp_path: Path) -> None:
+    (tmp_path / "pyspark").mkdir()
+    (tmp_path / "pyspark" / "__init__.py").write_text("__version__ = '3.4.4'")
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    count, *told, which = printed_by("-c", path + OLD_SPARK).splitlines()
+    assert int(count) >= 10
+    assert len(told) == 1
+    found = f"3.4.4 ({tmp_path}/pyspark): "
+    words = f"SetupError: sparkdl needs Spark 3.5 or newer, and this is Spark {found}"
+    assert told[0].startswith(words)
+    assert which == "True False"

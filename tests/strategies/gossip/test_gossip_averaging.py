@@ -17,12 +17,12 @@ from by_keyword import run
 from every_row import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from members import connected
 from misbehaving import ranks
 from torch import Tensor, nn
 from toys import classification, mlp
 from trainings import DATA, SIZES, Point, equal_rows, slope
 from virtual_time import VirtualClock
-from visits import connected
 
 from sparkdl.averager import Averager
 from sparkdl.averager.client import client

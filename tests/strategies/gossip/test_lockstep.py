@@ -15,9 +15,9 @@ import pytest
 import torch
 import trainings
 from every_row import every
+from members import connected
 from torch import nn
 from toys import Data, batches_by_hand, classification, mlp, relative_error
-from visits import connected
 
 from sparkdl.errors import TrainingError
 from sparkdl.strategies import GossipAveraging

@@ -27,7 +27,7 @@ from sparkdl.errors import NonFiniteError
 from sparkdl.events import WindowReport
 from sparkdl.replica import Replica
 from sparkdl.strategies import ParameterAveraging, Run, ThresholdGradientSharing
-from sparkdl.strategies.threshold.threshold_encoding import ThresholdEncoder
+from sparkdl.strategies.threshold.threshold_gradient_sharing import ThresholdEncoder
 from sparkdl.testing import run_world
 
 job = partial(trainings.job, strategy=SHARED)
