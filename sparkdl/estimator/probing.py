@@ -93,7 +93,7 @@ def plan(
         short = given.copy({"numWorkers": workers, "batchSize": size})
         for name in LEFT_OUT:
             short.clear(short.getParam(name))
-        short = short.copy({"epochs": EPOCHS, "progress": False, "callbacks": [_Until(share)]})
+        short = short.copy({"epochs": EPOCHS, "progress": False, "callbacks": [_Until(seconds)]})
         began = time.monotonic()
         profile = short.fit(trained.limit(taken)).summary.profile
         took = time.monotonic() - began

@@ -236,7 +236,7 @@ def test_weights_of_any_unit_are_taken(unit: float) -> None:
     check_weight("w", weights(unit, 3 * unit), 6 * unit, 4)
 
 
-@pytest.mark.nightly
+@pytest.mark.gate
 def test_probes_with_one_and_two_workers_make_a_plan_of_all_rows(
     spark: SparkSession, tmp_path: Path
 ) -> None:
