@@ -3,12 +3,13 @@
     task's process                      process of a rank (``serve``)
     its environment, pickled    ------>
     what to call, pickled       ------>
-    schema and record batches   ------> its rows, if the task has any
-    b""                         ------> there are no more
+    b"R" and an Arrow stream    ------> its rows, if the task has any
+    b"E"                        ------> there are no more
                                 <------ the answer, pickled: record batches, or a traceback
 
-Each rank has a pipe of its own. A rank's process ends with the task's, however that ends: the
-kernel sees to it. Nothing here knows about Spark.
+Each rank has a socket pair of its own, since multiprocessing's pipes copy rows on both sides and
+take five times as long. A rank's process ends with the task's, however that ends: the kernel sees
+to it. Nothing here knows about Spark.
 
 The processes are forked from a clean one, multiprocessing's fork server: a rank finds no traces of
 what ran before it, and does not wait for torch to be imported. The server has a single Python
@@ -20,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -34,11 +36,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -157,6 +158,8 @@ def set_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+ROWS = b"R"
+END = b"E"
 EXIT_S = 5.0
 """Seconds within which a process must end once it was told to, or has nothing left to do."""
 
@@ -226,10 +229,11 @@ class _Rank:
     def __init__(self, call: RankCall) -> None:
         self.answer: list[pa.RecordBatch] | None = None
         self._call = call
-        self.channel, theirs = multiprocessing.Pipe()
+        self.channel, theirs = socket.socketpair()
         with theirs:
             self.process = fork(serve, theirs)
-        self._knows_schema = False
+        self._input, self._output = self.channel.makefile("wb"), self.channel.makefile("rb")
+        self._rows: pa.RecordBatchStreamWriter | None = None
 
     def __enter__(self) -> _Rank:
         return self
@@ -241,25 +245,31 @@ class _Rank:
         self.process.join(EXIT_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)  # what it has left running
-        self.channel.close()
+        for each in (self._output, self.channel):
+            each.close()
+        with contextlib.suppress(OSError):  # there is output that it never read
+            self._input.close()
 
     def call(self) -> None:
         """Tell the process what to do."""
         environment = first_environment() | dict(self._call.environment)
         for part in (environment, (self._call.entry, self._call.arguments)):
-            self._tell(pickle.dumps(part, protocol=5))
+            self._tell(functools.partial(pickle.dump, part, self._input, protocol=5))
 
     def put(self, batch: pa.RecordBatch) -> None:
         """Pass rows on to the rank."""
-        if batch.num_rows and not self._knows_schema:
-            self._tell(batch.schema.serialize())
-            self._knows_schema = True
         if batch.num_rows:
-            self._tell(batch.serialize())
+            self._tell(lambda: self._rows_like(batch).write_batch(batch))
 
     def end(self) -> None:
         """Tell the process that there are no more rows."""
-        self._tell(b"")
+
+        def write() -> None:
+            if self._rows is not None:
+                self._rows.close()
+            self._input.write(END)
+
+        self._tell(write)
 
     def receive(self) -> None:
         """Wait for its answer.
@@ -269,7 +279,7 @@ class _Rank:
             TrainingError: its function raised.
         """
         try:
-            answer = pickle.loads(self.channel.recv_bytes())  # from a process of our own
+            answer = pickle.load(self._output)  # from a process of our own
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self.lost() from None
         if isinstance(answer, str):
@@ -291,12 +301,19 @@ class _Rank:
             f"{socket.gethostname()} {how}"
         )
 
-    def _tell(self, message: Any) -> None:
-        """Send bytes, unless the rank has answered; if it no longer listens, find out why."""
+    def _rows_like(self, batch: pa.RecordBatch) -> pa.RecordBatchStreamWriter:
+        if self._rows is None:
+            self._input.write(ROWS)
+            self._rows = pa.ipc.new_stream(self._input, batch.schema)
+        return self._rows
+
+    def _tell(self, write: Callable[[], object]) -> None:
+        """Write, unless the rank has answered; if it no longer listens, find out why."""
         if self.answer is not None:
             return
         try:
-            self.channel.send_bytes(message)
+            write()
+            self._input.flush()
         except (BrokenPipeError, ConnectionResetError):
             self.receive()
 
@@ -328,7 +345,7 @@ def _collect(ranks: Sequence[_Rank]) -> None:
             raise sentinels[sentinel].lost()
 
 
-def serve(channel: Connection) -> NoReturn:
+def serve(channel: socket.socket) -> NoReturn:
     """In a rank's process: call one function, answer with what it yields, and exit.
 
     Args:
@@ -338,8 +355,8 @@ def serve(channel: Connection) -> NoReturn:
     # The fork left every process with the same state.
     np.random.seed()
     random.seed()
-    with channel:
-        channel.send_bytes(pickle.dumps(_answer(channel), protocol=5))
+    with channel, channel.makefile("rb") as source, channel.makefile("wb") as sink:
+        pickle.dump(_answer(source), sink, protocol=5)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -347,11 +364,11 @@ def serve(channel: Connection) -> NoReturn:
     os._exit(0)
 
 
-def _answer(source: Connection) -> list[pa.RecordBatch] | str:
+def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
     try:
-        set_environment(pickle.loads(source.recv_bytes()))  # from the process that started this one
+        set_environment(pickle.load(source))  # from the process that started this one
         importlib.invalidate_caches()
-        entry, arguments = pickle.loads(source.recv_bytes())
+        entry, arguments = pickle.load(source)
         module, name = entry.split(":")
         function = getattr(importlib.import_module(module), name)
         return list(function(*arguments, _rows(source)))
@@ -361,13 +378,10 @@ def _answer(source: Connection) -> list[pa.RecordBatch] | str:
         return traceback_of(error)
 
 
-def _rows(source: Connection) -> Iterator[pa.RecordBatch]:
-    schema: pa.Schema | None = None
-    try:
-        while message := source.recv_bytes():
-            if schema is None:
-                schema = pa.ipc.read_schema(pa.py_buffer(message))
-            else:
-                yield pa.ipc.read_record_batch(pa.py_buffer(message), schema)
-    except (EOFError, OSError):
+def _rows(source: BinaryIO) -> Iterator[pa.RecordBatch]:
+    sign = source.read(1)
+    if sign == ROWS:
+        yield from pa.ipc.open_stream(source)
+        sign = source.read(1)
+    if sign != END:
         os._exit(1)  # the host died while sending rows: those received are not all of them

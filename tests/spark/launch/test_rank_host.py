@@ -123,6 +123,18 @@ def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
     assert not is_there(second["pid"])
 
 
+def test_rows_are_not_copied_on_the_way_to_a_rank() -> None:
+    batch, before = rows(range(1 << 17)), pa.default_memory_pool()
+    copies = pa.proxy_memory_pool(before)  # counts what is allocated from now on
+    pa.set_memory_pool(copies)
+    try:
+        (answer,) = host_ranks(calls("tell", (0,)), [batch])
+    finally:
+        pa.set_memory_pool(before)
+    assert answer["rows"].to_pylist() == [batch["c0"].to_pylist()]
+    assert copies.max_memory() < batch.nbytes
+
+
 def test_a_task_without_rows_is_ranks_without_rows() -> None:
     (answer,) = host_ranks(calls("tell", (0,)), [])
     assert answer.to_pylist()[0]["rows"] == []
