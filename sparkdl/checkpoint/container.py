@@ -23,7 +23,8 @@ BLOCK_BYTES = 4 << 20
 """How much is written or read at once."""
 WIDTHS = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1},
-    **{"U8": 1, "BOOL": 1, "C64": 8},
+    **{"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8},
+    **{"F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1},
     "C128": 16,  # our own: the library has no name for it, and reads no such file
 }
 """Bytes of a number, by the name of its type."""

@@ -16,7 +16,10 @@ from sparkdl.errors import CheckpointError
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64, "C128": torch.complex128},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+    **{"BOOL": torch.bool, "C64": torch.complex64, "C128": torch.complex128},
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -35,7 +38,7 @@ def _piece(name: str, tensor: Tensor) -> Piece:
         raise CheckpointError(f"tensor '{name}' is {tensor.dtype}, which cannot be saved")
 
     def blocks(size: int) -> Iterator[memoryview]:
-        octets = _octets(tensor.detach().contiguous().cpu())
+        octets = _octets(tensor.detach().resolve_conj().contiguous().cpu())
         for start in range(0, len(octets), size):
             yield octets[start : start + size]
 
