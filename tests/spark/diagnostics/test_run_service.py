@@ -11,6 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hostile import arbitrary
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from services import run_of
 from waiting import eventually
 
@@ -296,6 +299,41 @@ def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
         assert silent == []
         intruder.send_header({"gather": {"from": 1}})
         assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
+        assert run.failure is None
+
+
+TOLD = st.one_of(
+    st.fixed_dictionaries({"lines": arbitrary}, optional={"left_out": arbitrary}),
+    st.fixed_dictionaries({"report": arbitrary | st.dictionaries(st.text(max_size=3), arbitrary)}),
+    st.fixed_dictionaries({"stacks": arbitrary}),
+)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(headers=st.lists(TOLD, min_size=1, max_size=8))
+@pytest.mark.usefixtures("no_thread_dies")
+def test_whatever_is_printed_or_answered_another_worker_is_shown_and_stacks_are_text(
+    headers: list[Any],
+) -> None:
+    shown: list[Any] = []
+    with (
+        run_of(2, shown=shown) as run,
+        ThreadPoolExecutor(1) as pool,
+        Intruder(run) as intruder,
+        RunClient(run.address, 0) as other,
+    ):
+        assert eventually(lambda: not run.missing, 60)
+        asked = pool.submit(run.stacks.tops, [1])
+        assert intruder.receive_header() == {"stacks": True}
+        for header in [*headers, {"stacks": "here"}, {"lines": ["whole"], "left_out": 0}]:
+            intruder.send_header(header)
+        other.send_lines(["held"], 0)
+        wanted = [(1, ("whole",), 0), (0, ("held",), 0)]
+        while not all(each in shown for each in wanted):
+            run.show_next(60)
+        assert isinstance(asked.result(60).get(1, ""), str)
         assert run.failure is None
 
 
