@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -27,6 +28,8 @@ from xdist.scheduler import LoadGroupScheduling
 from sparkdl import create_session
 
 torch.set_num_threads(1)
+# The programs that tests start, in whichever process of the run, have this Python in their tasks.
+os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 # A busy machine must not fail a test, nor examples that nobody has seen before: `make
 # test-nightly` draws those.
 patient = settings(
