@@ -25,6 +25,7 @@ from sparkdl.checkpoint.module_files import SavedModule, read_json_object, write
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.estimator.params.declaration import DeclaredParams
 from sparkdl.estimator.params.settings import described
 from sparkdl.spark.catalyst.versions import searched_grid
 from sparkdl.spark.storage.files import fetch, publish
@@ -103,7 +104,7 @@ class DirectoryWriter(MLWriter):
     An estimator's objects are named by their import path where they have one.
     """
 
-    def __init__(self, instance: Params) -> None:
+    def __init__(self, instance: DeclaredParams) -> None:
         super().__init__()
         self.instance = instance
 
@@ -115,7 +116,8 @@ class DirectoryWriter(MLWriter):
         """
         with tempfile.TemporaryDirectory(prefix="sparkdl-save-") as scratch:
             directory = Path(scratch)
-            given = (name for name in EXPECTED if self.instance.hasParam(name))
+            # A Param that a user's own subclass adds is plain, whatever its name.
+            given = (name for name in EXPECTED if name in self.instance.declarations)
             values = {name: self.instance.getOrDefault(name) for name in given}
             # A text is loss="model", or the name of an optimizer.
             objects = {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
@@ -149,7 +151,7 @@ class DirectoryWriter(MLWriter):
 class ModelWriter(DirectoryWriter):
     """Writes a ``TorchModel``."""
 
-    def __init__(self, instance: Params, saved: SavedModule) -> None:
+    def __init__(self, instance: DeclaredParams, saved: SavedModule) -> None:
         super().__init__(instance)
         self.saved = saved
 

@@ -14,6 +14,7 @@ from every_row import every
 from frames import estimator, features_of, frame, same_bits
 from models import Net, decayed
 from pyspark.ml import PipelineModel
+from pyspark.ml.param import Param, Params
 from pyspark.sql import DataFrame, SparkSession
 from subprocesses import printed_by
 from torch import nn
@@ -100,6 +101,21 @@ def test_a_saved_model_is_overwritten_only_if_asked(
     described.write().overwrite().save(path)
     assert not (tmp_path / "model" / "model.pkl").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "something was left beside"
+
+
+class Scored(TorchModel):
+    """A user's own kind of model, whose Params have names that estimators have too."""
+
+    loss = Param(Params._dummy(), "loss", "what it had in an earlier year")
+    metrics = Param(Params._dummy(), "metrics", "names of its columns of scores")
+
+
+def test_params_that_a_subclass_adds_are_saved_whatever_their_names(tmp_path: Path) -> None:
+    model = Scored.from_module(Net(), torch.zeros(1, 4))._set(metrics=["precision", "recall"])
+    model.save(str(tmp_path / "model"))
+    loaded = Scored.load(str(tmp_path / "model"), trust=True)
+    assert loaded.getOrDefault("metrics") == ["precision", "recall"]
+    assert not loaded.isDefined("loss")
 
 
 @pytest.mark.gate
