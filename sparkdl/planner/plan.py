@@ -120,6 +120,10 @@ class Plan:
         """
         where = self.own if aggregation is None else aggregation
         if where not in self.aggregations:
+            if where not in self.traffic.places:
+                raise ConfigError(
+                    f"aggregation={where!r} is none of {self.profiles[0].strategy:.80}'s"
+                )
             raise ConfigError(
                 f"aggregation={where!r} was not measured, and what an exchange takes there does "
                 "not follow from its bytes: fit once with it on 2 workers, and give the plan both "

@@ -450,7 +450,7 @@ def test_no_profile_and_a_strategy_without_a_formula_are_refused() -> None:
                 )
             ]
         )
-    with pytest.raises(ConfigError, match="was not measured"):
+    with pytest.raises(ConfigError, match="'elsewhere' is none of ParameterAveraging"):
         of_two().predict(2, aggregation="elsewhere")
 
 
