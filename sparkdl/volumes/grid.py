@@ -25,8 +25,8 @@ BLOCK_VOXELS = {2: 512, 3: 64}
 """Along each axis of a new array's blocks, about; by the number of axes."""
 CHUNKS = 4
 """For each slot, so that a slow or lost one costs little."""
-SUMMED_VOXELS = 1 << 24
-"""How many voxels of patches beside each other are summed at a time, about."""
+SUMMED_NUMBERS = 1 << 24
+"""How many numbers of patches beside each other are summed at a time, about."""
 
 
 def starts_of(size: int, length: int, stride: int) -> Sizes:
@@ -125,15 +125,17 @@ class Chunks:
         )
 
 
-def default_chunk(patches: Patches, slots: float) -> Sizes:
+def default_chunk(patches: Patches, outputs: int, slots: float) -> Sizes:
     """A few patches across, and as long along the first axis as leaves ``CHUNKS`` for each slot.
 
     Args:
         patches: of the array.
+        outputs: channels of the output.
         slots: how many chunks are computed at a time.
     """
     depth, *across = patches.patch
-    times = max(1, int((SUMMED_VOXELS / math.prod(patches.patch)) ** (1 / len(across))))
+    numbers = outputs * math.prod(patches.patch)
+    times = max(1, int((SUMMED_NUMBERS / numbers) ** (1 / len(across))))
     wide = [times * each for each in across]
     parts = math.ceil(CHUNKS * slots / len(Chunks(patches.shape[1:], tuple(wide))))
     return (depth * math.ceil(patches.shape[0] / (depth * parts)), *wide)

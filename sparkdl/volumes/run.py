@@ -142,7 +142,8 @@ def transform_volume(
             "chunk": chosen and list(chosen),
         }
     )
-    size = tuple(job["chunk"] or default_chunk(patches, min(most_slots(spark), MOST_SLOTS)))
+    slots = min(most_slots(spark), MOST_SLOTS)
+    size = tuple(job["chunk"] or default_chunk(patches, outputs, slots))
     blocks = default_blocks(read.shape, patch, size)
     making = partial(created, target, read, outputs, labels=bool(reduce), blocks=blocks)
     trial = making(trial=True)

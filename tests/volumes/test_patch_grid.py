@@ -128,16 +128,17 @@ def test_blocks_are_near_a_cube_and_divide_the_chunk(
 
 
 @every(
-    ("patches", "slots", "chunk"),
+    ("patches", "outputs", "slots", "chunk"),
     [
-        (LARGE, 2, (2000, 768, 768)),
-        (LARGE, 100, (240, 768, 768)),
-        (Patches((20, 24, 28), (6, 8, 8), (2, 4, 4), (0, 0, 0)), 2, (6, 1672, 1672)),
-        (Patches((5000, 5000), (512, 512), (64, 64), (0, 0)), 1, (1536, 32768)),
+        (LARGE, 1, 2, (2000, 768, 768)),
+        (LARGE, 1, 100, (240, 768, 768)),
+        (LARGE, 16, 2, (2000, 192, 192)),
+        (Patches((20, 24, 28), (6, 8, 8), (2, 4, 4), (0, 0, 0)), 1, 2, (6, 1672, 1672)),
+        (Patches((5000, 5000), (512, 512), (64, 64), (0, 0)), 1, 1, (1536, 32768)),
     ],
 )
 def test_a_chunk_that_nobody_chose_is_some_patches_across_and_leaves_several_for_each_slot(
-    patches: Patches, slots: int, chunk: Sizes
+    patches: Patches, outputs: int, slots: int, chunk: Sizes
 ) -> None:
-    assert default_chunk(patches, slots) == chunk
+    assert default_chunk(patches, outputs, slots) == chunk
     require_chunk(chunk, default_blocks(patches.shape, patches.patch, chunk), patches)
