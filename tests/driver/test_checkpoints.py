@@ -8,31 +8,37 @@ import logging
 import os
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from by_keyword import run
 from every_row import every
+from hostile import damaged
+from hypothesis import HealthCheck, given, settings
 from interruptions import OPTIMIZERS, AskedToStop, Interrupted, policy, same_bits
 from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Checkpointing
-from sparkdl.averager.messages.run_events import Progress
+from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint import storage
+from sparkdl.checkpoint.policy import require_same
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore, Contents, _Hashed
 from sparkdl.driver.resuming import require_progress, require_same_rows
 from sparkdl.durable.local_files import LocalFiles
-from sparkdl.errors import CheckpointError, ConfigError, TrainingError
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, TrainingError
+from sparkdl.events import EpochSummary, WindowReport, WindowSums
+from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce
 from sparkdl.testing import run_world
 from sparkdl.testing.world import _threads
@@ -385,6 +391,63 @@ def test_a_checkpoint_that_says_nothing_of_its_rows_is_refused_in_words(
     present = DataStatistics((3,), (), fingerprint=7).lasting()
     with pytest.raises(CheckpointError, match="does not say which rows"):
         require_same_rows(ResumedCheckpoint.of(saved), present, ())
+
+
+SUMS = WindowSums(rank=0, examples=2, loss_sum=0.5, divisor=2, weight=2, measured={"noise": 2.5})
+METRICS = {"f1": [0.5, {"a": 1.0}]}
+PRESENT = DataStatistics((3, 4), (ColumnStatistics(smallest=0.5, largest=2.0),), fingerprint=7)
+DESCRIPTION = {
+    "config": {"model": "here", "workers": 2},
+    "data": PRESENT.lasting(),
+    "progress": Progress(
+        epoch=2,
+        rounds=1,
+        positions=(Position(epoch=2, step=5, step_of_epoch=1), Position(epoch=2, step=4)),
+        sums=(SUMS,),
+        history=(EpochSummary(1, 0.5, 3, 2, 1.5, metrics=METRICS, measured={"noise": 2.5}),),
+    ).as_json(),
+}
+KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "int | None": (int, type(None)),
+    "float | None": (float, int, type(None)),
+    "Mapping[str, MetricValue]": (dict,),
+    "Mapping[str, float]": (dict,),
+}
+"""The types that a field may have, by the words of its annotation."""
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(described=damaged(DESCRIPTION))
+def test_whatever_a_checkpoint_says_is_of_its_types_or_an_error_of_the_projects_own(
+    tmp_path: Path, described: Any
+) -> None:
+    """As far as its progress goes: what has been trained, and what was measured."""
+    saved: Any = SimpleNamespace(path=str(tmp_path), description=described)
+    try:
+        resumed = ResumedCheckpoint.of(saved)
+        require_same(saved.path, described["config"], DESCRIPTION["config"])
+        require_progress(resumed, 5, 2)
+        require_same_rows(resumed, PRESENT.lasting(), (ColumnSpec("x", torch.float32),))
+    except SparkDLError:
+        return
+    told = resumed.progress
+    for each in (*told.positions, *told.sums, *told.history):
+        for field in fields(each):
+            assert isinstance(getattr(each, field.name), KINDS[str(field.type)]), field.name
+    assert all(holds_numbers(each.metrics) for each in told.history)
+    assert all(holds_numbers(each.measured) for each in (*told.sums, *told.history))
+
+
+def holds_numbers(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(holds_numbers, value.values()))
+    return (
+        all(map(holds_numbers, value)) if isinstance(value, list) else type(value) in (int, float)
+    )
 
 
 class Unreadable(io.BytesIO):
