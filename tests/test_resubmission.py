@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -19,6 +20,7 @@ from every_row import every
 from interruptions import same_bits
 from misbehaving import Misbehaves, explode, kill, passes_in
 from toys import classification, make_job
+from waiting import WAIT_S
 
 from sparkdl.averager import Averager
 from sparkdl.averager.messages.run_events import WorkersRestarted
@@ -195,3 +197,16 @@ def test_workers_that_cannot_start_again_say_why_they_had_to(tmp_path: Path) -> 
     )
     with pytest.raises(WorkerLostError, match=r"rank 1 .*could not be restarted: .* 1 slot"):
         run(job, 2, launch)
+
+
+def test_a_worker_that_ends_before_it_joins_is_told_of_after_a_restart_too(tmp_path: Path) -> None:
+    told: list[Exception] = []
+    averager: Any = SimpleNamespace(address=None, fail=told.append)
+    nobody_s: Any = SimpleNamespace(survivable_losses=0, deadline_s=WAIT_S)
+    launch = _processes(nobody_s, [[]], tmp_path)
+    with pytest.raises(WorkerLostError), launch(averager):
+        raise WorkerLostError("rank 0 was lost")
+    told.clear()
+    with launch(averager):
+        pass
+    assert str(told[-1]) == "rank 0 exited with code 1"

@@ -167,11 +167,11 @@ def _processes(
     context.set_forkserver_preload([__name__, "pandas"])
     payload = cloudpickle.dumps(job)
 
-    workers: dict[int, multiprocessing.process.BaseProcess] = {}
-    over = threading.Event()
-
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
+        workers: dict[int, multiprocessing.process.BaseProcess] = {}
+        over = threading.Event()
+
         def start(rank: int, attempt: int) -> None:
             placement = replace(places[rank], attempt=attempt)
             workers[rank] = context.Process(
