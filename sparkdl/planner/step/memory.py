@@ -83,23 +83,25 @@ def fastest(layers: Sequence[Sequence[tuple[float, int]]], budget: int) -> list[
     seconds, sizes = np.array([each for options in layers for each in options], dtype=float).T
     layer_of = np.repeat(np.arange(len(layers)), [len(options) for options in layers])
     one_each = layer_of == np.arange(len(layers))[:, None]
-    unit, capacity = max(1.0, sizes.max()), budget
+    unit = max(1.0, sizes.max())
+    constraints = [
+        LinearConstraint(csr_array(one_each * 1.0), 1, 1),
+        LinearConstraint(sizes / unit, -np.inf, budget / unit),
+    ]
     while True:
         found = milp(
             seconds,
             integrality=np.ones_like(seconds),
             bounds=Bounds(0, 1),
-            constraints=[
-                LinearConstraint(csr_array(one_each * 1.0), 1, 1),
-                LinearConstraint(sizes / unit, -np.inf, capacity / unit),
-            ],
+            constraints=constraints,
             options={"mip_rel_gap": 0.0},
         )
         picks = [int(found.x[own].argmax()) for own in one_each]
         taken = sum(options[pick][1] for options, pick in zip(layers, picks, strict=True))
         if taken <= budget:
             return picks
-        capacity -= taken - budget  # what the solver takes for equal is some bytes apart
+        # What the solver takes for equal is some bytes apart: anything but this choice.
+        constraints.append(LinearConstraint(np.rint(found.x), -np.inf, len(layers) - 1))
 
 
 Example = Batch | Tensor | tuple[Tensor, ...] | dict[str, Tensor]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
+import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +59,21 @@ def test_a_hundred_times_as_many_layers_are_still_exact() -> None:
     found = solved(table, 2 * 2000 + 5 * 1234 + 3)
     assert seconds(found) == 2000 + 0.5 * (2000 - 1234)
     assert taken(found) == 2 * 2000 + 5 * 1234
+
+
+def test_options_that_the_solver_takes_for_equally_large_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A terabyte and a byte more; the solver may be asked a few times, not once for each byte."""
+    solve, asked = scipy.optimize.milp, itertools.count(1)
+
+    def few_times(*given: Any, **options: Any) -> Any:
+        assert next(asked) < 5
+        return solve(*given, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", few_times)
+    assert fastest([[(0.0, 10**12 + 9), (1.0, 10**12)]], 10**12) == [1]
+    assert fastest([[(0.0, 10**12 + 9), (1.0, 10**12)]] * 2, 2 * 10**12 + 9) in ([0, 1], [1, 0])
 
 
 def test_no_layers_take_nothing_and_a_layer_without_options_is_refused() -> None:
