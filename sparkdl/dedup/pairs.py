@@ -241,7 +241,8 @@ def dropped(
     """
     bits: dict[int, int] = {}
     every = (2 << threshold) - 1
-    for first, word, apart in zip(*(x.tolist() for x in (earlier, later, distance)), strict=True):
+    # Through memoryviews: lists of all pairs would take several times as much memory.
+    for first, word, apart in zip(earlier.data, later.data, distance.data, strict=True):
         # All pairs have been met in which the first one might have been dropped.
         if drops := every & (-1 << apart) & ~bits.get(first, 0):
             bits[word] = bits.get(word, 0) | drops

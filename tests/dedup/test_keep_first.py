@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,16 @@ def test_a_long_chain_takes_no_rounds() -> None:
     found, bits = dropped(frames[:-1], frames[1:], np.ones(len(frames) - 1, np.int64), 1)
     assert found.tolist() == list(range(1, 200_000, 2))
     assert set(bits.tolist()) == {2}
+
+
+def test_deciding_takes_little_memory_beside_the_pairs() -> None:
+    """A star: one word near all others, in a million pairs of 24 bytes."""
+    first, others = np.zeros(1_000_000, np.int64), np.arange(1, 1_000_001) % 7 + 1
+    near = np.ones_like(others)
+    tracemalloc.start()
+    dropped(first, others, near, 1)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
 
 
 THRESHOLD = 6
