@@ -33,6 +33,7 @@ from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.persistence import DirectoryWriter, read_metadata, restore_params
+from sparkdl.redaction import shown
 from sparkdl.spark.catalyst.versions import frame_of, table_of
 from sparkdl.spark.rows.columns import quoted
 from sparkdl.spark.session.required import jvm_named, require_frame, require_session
@@ -70,7 +71,11 @@ class StageReader(MLReader[Any]):
         """Load from a path on any file system that Spark knows."""
         with fetch(path) as directory:
             metadata = read_metadata(directory)
-            return restore_params(self._make(directory), metadata)
+            try:
+                stage = self._make(directory)
+            except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
+                raise ConfigError(f"the model in {shown(path)} is damaged: {error}") from error
+            return restore_params(stage, metadata)
 
 
 _ROW = "_sparkdl_row"
@@ -149,14 +154,11 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
     @classmethod
     def _saved(cls, directory: Path) -> Self:
         saved = read_json_object(directory / FOUND)
-        try:
-            keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
-            words = pq.read_table(directory / HASHES)
-            if words.column_names != COLUMNS:
-                raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
-            return cls(words, keys, Found(**saved["found"]))
-        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
-            raise ConfigError(f"the model in {directory} is damaged: {error}") from error
+        keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
+        words = pq.read_table(directory / HASHES)
+        if words.column_names != COLUMNS:
+            raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
+        return cls(words, keys, Found(**saved["found"]))
 
     def kept(self) -> DataFrame:
         """The different hashes that stay: columns ``group``, ``word``, ``first`` and ``rows``."""

@@ -6,6 +6,8 @@ import base64
 import io
 import json
 import logging
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import NearDuplicates, NearDuplicatesModel
+from sparkdl.dedup import model as saving
 from sparkdl.dedup import near_duplicates
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.versions import frame_of
@@ -357,7 +360,9 @@ def test_an_estimator_and_a_pipeline_come_back(rows: DataFrame, tmp_path: Path) 
     assert [row[0] for row in marked(again, rows)] == [0, 3, 5, 6]
 
 
-def test_damage_is_said(model: NearDuplicatesModel, tmp_path: Path) -> None:
+def test_damage_is_said(
+    model: NearDuplicatesModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model"
     model.save(str(path))
     found = json.loads((path / "found.json").read_text())
@@ -370,7 +375,11 @@ def test_damage_is_said(model: NearDuplicatesModel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is damaged.*columns \['word'\]"):
         NearDuplicatesModel.load(str(path))
     (path / "hashes.parquet").unlink()
-    with pytest.raises(ConfigError, match="is damaged"):
+    # A path that Hadoop reads is copied first: what is said names the path, not the copy.
+    copied = tmp_path / "copied"
+    shutil.copytree(path, copied)
+    monkeypatch.setattr(saving, "fetch", lambda path: nullcontext(copied))
+    with pytest.raises(ConfigError, match=f"the model in {path} is damaged"):
         NearDuplicatesModel.load(str(path))
     with pytest.raises(ConfigError, match="there is no"):
         NearDuplicates.load(str(tmp_path))
