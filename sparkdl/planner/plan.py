@@ -298,7 +298,9 @@ class Plan:
         pd.DataFrame(
             [[getattr(each, name) for name in where] for each in found], self.workers, where
         ).plot.bar(ax=parts, stacked=True, rot=0, title="Where the time goes", xlabel="workers")
-        at = {each.bandwidth: each for each in (*map(Link.parse, LINKS), self.link) if each}
+        late = 0.0 if self.link is None else self.link.latency
+        at = {each.bandwidth: replace(each, latency=late) for each in map(Link.parse, LINKS)}
+        at |= {} if self.link is None else {self.link.bandwidth: self.link}
         pd.DataFrame(
             {n: [self.predict(n, link=at[b]).seconds for b in sorted(at)] for n in self.workers},
             [8e-6 * each for each in sorted(at)],

@@ -409,6 +409,12 @@ def test_a_plan_is_drawn_as_speed_up_parts_of_the_time_and_seconds_by_link() -> 
     assert len(links.lines) == 2
 
 
+def test_all_links_of_a_drawing_have_the_plan_s_latency() -> None:
+    """A faster link never takes longer, as one with a latency beside others without would."""
+    for seconds in of_two(link="700 Mbit/s, 50 ms", workers=[4]).plot().axes[2].lines:
+        assert sorted(seconds.get_ydata(), reverse=True) == seconds.get_ydata().tolist()
+
+
 @every(
     ("arguments", "message"),
     [
