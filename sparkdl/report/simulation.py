@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import html
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
 
 from sparkdl.arguments import as_number, require_positive, require_whole
 from sparkdl.errors import ConfigError
-from sparkdl.phases import COMPUTE, EXCHANGE, PHASES, WAIT
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile
 from sparkdl.planner.simulation.array_rounds import array_rounds
-from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, Note, StepTimes, fitted
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, StepTimes, fitted
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.exchanges import Exchange, exchange_of, of_traffic
 from sparkdl.report.html import duration, text
-from sparkdl.report.page import STYLE
-from sparkdl.report.recording import LANES, Failure, Recording, Setup
-from sparkdl.report.sections import shares, timeline
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.strategies import (
     SSP,
@@ -119,7 +110,6 @@ def simulate(
         losses=losses,
         restart_s=restart_s,
         seed=seed,
-        lanes=LANES,
     )
     state = _state(profile, optimizer_state)
     compared = STRATEGIES if strategies is None else strategies
@@ -131,29 +121,26 @@ def simulate(
     if not exchanges:
         raise ConfigError("strategies is empty: name one or more, or None for the usual ones")
     steps = math.ceil(trained / (workers * profile.batch_size))
-    epochs = [(simulate_epoch(each, cluster, steps), each) for each in exchanges]
-    epochs.sort(key=lambda each: each[0].seconds)
-    return Simulation(profile, cluster, steps, tuple(epochs))
+    epochs = [simulate_epoch(each, cluster, steps) for each in exchanges]
+    epochs.sort(key=lambda each: each.seconds)
+    return Simulation(profile, cluster, tuple(epochs))
 
 
-def simulate_epoch(
-    exchange: Exchange, cluster: Cluster, steps: int, note: Note | None = None
-) -> Epoch:
+def simulate_epoch(exchange: Exchange, cluster: Cluster, steps: int) -> Epoch:
     """Simulate an epoch; one with too many windows is as long as its first ones let expect.
 
     Args:
         exchange: what is exchanged.
         cluster: who trains.
         steps: optimizer steps of each worker.
-        note: told what workers do.
     """
     in_driver = exchange.way == "driver"
     if in_driver and (cluster.losses is not None or not exchange.policy().in_step):
         windows = exchange.windows(steps, max(1, MOST_DECISIONS // cluster.workers))
-        epoch = DriverRun(exchange, cluster, windows, note).train()
+        epoch = DriverRun(exchange, cluster, windows).train()
     else:
         windows = exchange.windows(steps, max(1, min(MOST_ROUNDS, MOST_DRAWN // cluster.workers)))
-        epoch = array_rounds(exchange, cluster, windows, note)
+        epoch = array_rounds(exchange, cluster, windows)
     epoch.part, epoch.rounds = sum(windows) / steps, exchange.rounds(steps)
     return epoch
 
@@ -200,14 +187,12 @@ class Simulation:
     Attributes:
         profile: of the fit that it starts from.
         cluster: what was simulated.
-        steps: of each worker in an epoch.
-        epochs: for each strategy, and what it exchanges.
+        epochs: of each strategy.
     """
 
     profile: Profile
     cluster: Cluster
-    steps: int
-    epochs: tuple[tuple[Epoch, Exchange], ...]
+    epochs: tuple[Epoch, ...]
 
     @property
     def table(self) -> pd.DataFrame:
@@ -222,7 +207,7 @@ class Simulation:
         """
         import pandas as pd
 
-        return pd.DataFrame([epoch.figures for epoch, _ in self.epochs]).set_index("strategy")
+        return pd.DataFrame([each.figures for each in self.epochs]).set_index("strategy")
 
     @property
     def caption(self) -> str:
@@ -233,37 +218,6 @@ class Simulation:
             f"{duration(cluster.times.mean)}; profile of {self.profile.machine}."
         )
 
-    def timeline(self, strategy: int | str = 0) -> Timeline:
-        """What each worker does when, drawn as in a training's report.
-
-        Args:
-            strategy: its place in the table, or its name there.
-
-        Raises:
-            ConfigError: there is none such.
-        """
-        names = [epoch.strategy for epoch, _ in self.epochs]
-        place = names.index(strategy) if strategy in names else strategy
-        if not isinstance(place, int) or place not in range(len(names)):
-            raise ConfigError(f"strategy must be one of {names}, or its place, got {strategy!r}")
-        recording = Recording(self.cluster.workers, Setup(strategy=names[place]))
-
-        def note(began: float, ended: float, did: Any, lane: int) -> None:
-            seconds = np.zeros(len(PHASES))
-            seconds[[COMPUTE, WAIT, EXCHANGE]] = did
-            recording.lanes.add(began, ended, seconds, lane)
-
-        epoch = simulate_epoch(self.epochs[place][1], self.cluster, self.steps, note)
-        recording.seconds[:, [COMPUTE, WAIT, EXCHANGE]] = epoch.did / self.cluster.workers
-        recording.failures = [Failure(at, rank, "simulated") for at, rank in epoch.lost]
-        recording.lasted(epoch.lasted)
-        title = text(f"{names[place]}. {self.caption}", 1000)
-        return Timeline(
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><style>{STYLE}</style>'
-            f"</head><body><main><p>{title}</p>{shares(recording)}{timeline(recording, 256)}</main>"
-            "</body></html>"
-        )
-
     def __repr__(self) -> str:
         return f"{self.caption}\n{self.table.to_string(float_format='{:.4g}'.format)}"
 
@@ -271,22 +225,3 @@ class Simulation:
         return (
             f"<p>{text(self.caption, 1000)}</p>{self.table.to_html(float_format='{:.4g}'.format)}"
         )
-
-
-@dataclass(frozen=True, repr=False)
-class Timeline:
-    """A page with a timeline, which a notebook shows.
-
-    Attributes:
-        page: as HTML.
-    """
-
-    page: str
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page."""
-        Path(path).write_text(self.page)
-
-    def _repr_html_(self) -> str:
-        page = html.escape(self.page)
-        return f'<iframe srcdoc="{page}" style="width:100%;height:36rem;border:0"></iframe>'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -253,28 +252,6 @@ def test_what_was_simulated_and_where_it_was_profiled_is_said() -> None:
     assert "workers on a; driver: b" in found._repr_html_()
 
 
-def test_a_timeline_shows_each_worker_and_who_was_lost(tmp_path: Path) -> None:
-    strategy = ElasticAveraging(5, mode="asynchronous")
-    found = simulate(strategies=[strategy], losses={2: 1.0}, restart_s=0.5)
-    drawn = found.timeline()
-    drawn.save(tmp_path / "timeline.html")
-    page = (tmp_path / "timeline.html").read_text()
-    assert len(re.findall('<div class="lane">', page)) == 4
-    assert page.count('<path class="lost"') == 1
-    assert "80 Mbit/s" in page
-    for phase in ("compute", "wait", "exchange"):
-        assert f'<path class="{phase}"' in page
-    assert drawn._repr_html_().startswith("<iframe srcdoc=")
-    assert found.timeline("ElasticAveraging(period=5, mode='asynchronous')").page == page
-
-
-def test_the_lanes_of_a_timeline_hold_all_that_workers_did() -> None:
-    """Also where several share one."""
-    page = simulate(workers=100, strategies=[GradientAllReduce()]).timeline().page
-    assert len(re.findall('<div class="lane">', page)) == 25
-    assert "ranks 0 to 3" in page
-
-
 @every(
     "given, words",
     [
@@ -304,12 +281,6 @@ def test_the_lanes_of_a_timeline_hold_all_that_workers_did() -> None:
 def test_what_cannot_be_simulated_is_an_error_in_words(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         simulate(**given)
-
-
-@every("strategy", ["all-reduce", 9, -1, None])
-def test_a_timeline_of_no_strategy_there_names_those_that_are(strategy: Any) -> None:
-    with pytest.raises(ConfigError, match="strategy must be one of"):
-        simulate(strategies=[ParameterAveraging()]).timeline(strategy)
 
 
 def test_steps_that_send_gradients_too_are_not_taken_for_computing() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparkdl.planner.links import Link
-from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note, Seconds
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, Seconds
 from sparkdl.planner.simulation.exchanges import Exchange, sum_s, summed_bytes
 from sparkdl.planner.traffic import BACKWARD
 
@@ -30,9 +30,7 @@ BUFFERED_BYTES = 1 << 19
 while others are served."""
 
 
-def array_rounds(
-    exchange: Exchange, cluster: Cluster, windows: Sequence[int], note: Note | None = None
-) -> Epoch:
+def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -> Epoch:
     """Let all workers train an epoch.
 
     Args:
@@ -40,7 +38,6 @@ def array_rounds(
         cluster: who they are. The loss of a worker restarts all, from what the driver has last
             received; with visits, that worker starts its epoch over.
         windows: steps of each window.
-        note: told what each lane does.
     """
     generator, slowness = np.random.default_rng(cluster.seed), cluster.slowness
     losses = cluster.lost(generator)
@@ -53,16 +50,9 @@ def array_rounds(
         none = np.zeros(cluster.workers)
         return cluster.times.draw(generator, steps, cluster.workers) * slowness if steps else none
 
-    def count(until: Seconds, computed: Seconds, stood: Seconds) -> None:
+    def count(computed: Seconds, stood: Seconds) -> None:
         carried = np.minimum(stood, own_s(exchange, cluster))
-        did = np.array([computed, stood - carried, carried])
-        epoch.did += did.sum(axis=1)
-        if note is not None:
-            firsts = np.arange(0, cluster.workers, cluster.ranks_a_lane)
-            lanes = np.add.reduceat([closed, until, *did], firsts, axis=1)
-            sizes = np.diff(firsts, append=cluster.workers)
-            for lane, (began, ended, *sums) in enumerate(lanes.T):
-                note(began / sizes[lane], ended / sizes[lane], sums, lane)
+        epoch.did += np.array([computed, stood - carried, carried]).sum(axis=1)
 
     while index < len(windows):
         steps = windows[index]
@@ -72,12 +62,12 @@ def array_rounds(
         ended = goes_on + tail
         answer = _answered(exchange, cluster, ended, (head + tail) / max(steps, 1))
         if exchange.way in ("group", "hosts") and loss[0] < np.max(answer):
-            epoch.lost.append((loss[0], None))
+            epoch.losses += 1
             again = max(loss[0], float(np.min(answered))) + cluster.restart_s
             closed = answered = np.full(cluster.workers, again)
             index, since, loss = kept, 0, next(losses)
             continue
-        count(ended, head + tail, goes_on - closed - head)
+        count(head + tail, goes_on - closed - head)
         closed, answered = ended, answer
         index, since = index + 1, since + steps
         if exchange.way == "hosts":
@@ -90,13 +80,13 @@ def array_rounds(
         longer = cluster.workers * (exchange.final - exchange.down)
         answered = answered + longer / cluster.link.bandwidth
         epoch.driver = longer
-    count(answered, np.zeros(cluster.workers), answered - closed)
+    count(np.zeros(cluster.workers), answered - closed)
     if exchange.way in ("visits", "neighbors"):
         whole_s = answered.copy()
         while loss[0] < np.max(answered):
             at, rank = loss
             if answered[rank] - whole_s[rank] <= at < answered[rank]:
-                epoch.lost.append(loss)
+                epoch.losses += 1
                 answered[rank] = at + cluster.restart_s + whole_s[rank]
             loss = next(losses)
         answered = from_driver(answered, exchange.commit, exchange.commit, cluster.link)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,9 +150,6 @@ def fitted(seconds: Sequence[float] | Seconds, steps: int = 1) -> StepTimes:
 NEVER = (math.inf, -1)
 MOST_LOSSES = 2000
 """The most lost workers of an epoch."""
-Note = Callable[[float, float, Any, int], None]
-"""Told what workers do: from when, until when, the seconds that they together computed, waited and
-exchanged in that time, and their lane of the timeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +168,6 @@ class Cluster:
         restart_s: seconds until a lost worker, or with strategies that need each other all of them,
             can train again.
         seed: determines everything that is drawn.
-        lanes: the most lanes of a timeline; if there are more workers, several share a lane.
 
     Raises:
         ConfigError: something is out of range.
@@ -186,7 +182,6 @@ class Cluster:
     losses: float | Mapping[int, float] | None = None
     restart_s: float = 10.0
     seed: int = 0
-    lanes: int = 32
 
     def __post_init__(self) -> None:
         convert_numbers(self)
@@ -212,11 +207,6 @@ class Cluster:
         slowness = np.ones(self.workers)
         slowness[list(self.slow)] = list(self.slow.values())
         return slowness
-
-    @property
-    def ranks_a_lane(self) -> int:
-        """How many workers share a lane of a timeline."""
-        return math.ceil(self.workers / self.lanes)
 
     def lost(self, generator: np.random.Generator) -> Iterator[tuple[float, int]]:
         """When workers are lost, and which, in the order of time; ``NEVER`` at last."""
@@ -252,7 +242,7 @@ class Epoch:
         windows: contributions.
         staleness: how often others had moved the center since these began, in total.
         max_staleness: the most of that.
-        lost: when workers were lost, and which; None for a restart of all.
+        losses: how often a worker was lost, or all were restarted.
     """
 
     strategy: str
@@ -265,7 +255,7 @@ class Epoch:
     windows: int = 0
     staleness: int = 0
     max_staleness: int = 0
-    lost: list[tuple[float, int | None]] = field(default_factory=list)
+    losses: int = 0
 
     @property
     def seconds(self) -> float:
@@ -285,6 +275,6 @@ class Epoch:
             "driver_bytes": self.driver / self.part,
             "mean_staleness": self.staleness / max(self.windows, 1),
             "max_staleness": self.max_staleness,
-            "losses": round(len(self.lost) / self.part),
+            "losses": round(self.losses / self.part),
             "part": self.part,
         }

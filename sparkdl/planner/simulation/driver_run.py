@@ -25,7 +25,7 @@ from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.planner.simulation.array_rounds import BUFFERED_BYTES, own_s
-from sparkdl.planner.simulation.cluster import Cluster, Epoch, Note
+from sparkdl.planner.simulation.cluster import Cluster, Epoch
 from sparkdl.planner.simulation.engine import Clock, SharedLink, Sum
 from sparkdl.planner.simulation.exchanges import Exchange
 
@@ -64,7 +64,6 @@ class DriverRun(Actions):
         exchange: what is exchanged with the driver.
         cluster: by whom.
         windows: steps of each worker's windows.
-        note: told what each worker does.
         epoch: what it comes to so far.
         steps: windows that each worker has ended.
     """
@@ -72,7 +71,6 @@ class DriverRun(Actions):
     exchange: Exchange
     cluster: Cluster
     windows: Sequence[int]
-    note: Note | None = None
 
     def __post_init__(self) -> None:
         exchange, cluster = self.exchange, self.cluster
@@ -203,7 +201,7 @@ class DriverRun(Actions):
             return
         worker, arrived = self._workers[member.rank], self._clock.now + self.cluster.link.latency
         worker.computed, worker.stood = 0.0, arrived - (worker.closed or 0.0)
-        self._count(member.rank, arrived)
+        self._count(worker)
 
     def _begin(self, member: Member) -> None:
         """A worker begins its next window."""
@@ -212,10 +210,10 @@ class DriverRun(Actions):
     def _end(self, member: Member) -> None:
         """What a worker has trained has reached the driver."""
         if not member.gone:
-            closed = self._clock.now - self.cluster.link.latency
+            worker = self._workers[member.rank]
             self.steps[member.rank] += 1
-            self._count(member.rank, closed)
-            self._workers[member.rank].closed = closed
+            self._count(worker)
+            worker.closed = self._clock.now - self.cluster.link.latency
             self._close(member)
 
     def _begun(self, rank: int) -> float:
@@ -262,15 +260,10 @@ class DriverRun(Actions):
         )
         self._tell(self._coordinator.window_closed, member, report)
 
-    def _count(self, rank: int, until: float) -> None:
+    def _count(self, worker: _Worker) -> None:
         """Count what a worker has done since it closed its window before."""
-        worker = self._workers[rank]
         carried = min(worker.stood, self._own_s)
-        did = np.array([worker.computed, worker.stood - carried, carried])
-        self.epoch.did += did
-        if self.note is not None:
-            began = until - worker.computed - worker.stood
-            self.note(began, until, did, rank // self.cluster.ranks_a_lane)
+        self.epoch.did += np.array([worker.computed, worker.stood - carried, carried])
 
     def _lose_next(self) -> None:
         at, rank = next(self._losses)
@@ -280,7 +273,7 @@ class DriverRun(Actions):
         """A worker dies, unless it is away already; another attempt comes later."""
         member = self._members[rank]
         if not member.gone:
-            self.epoch.lost.append((self._clock.now, rank))
+            self.epoch.losses += 1
             self._workers[rank].closed = None
             self._tell(self._coordinator.lost, member, "was lost")
             self._clock.after(self.cluster.restart_s, partial(self._come_back, rank))
