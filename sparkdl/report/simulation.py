@@ -12,7 +12,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile
 from sparkdl.planner.simulation.array_rounds import array_rounds
-from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, StepTimes, fitted
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, fitted
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.exchanges import Exchange, exchange_of, of_traffic
 from sparkdl.report.html import duration, text
@@ -57,7 +57,7 @@ def simulate(
     link: str | float | Link,
     strategies: Sequence[Strategy[Any] | Exchange] | None = None,
     slow: Mapping[int, float] | None = None,
-    step_s: float | Sequence[float] | StepTimes | None = None,
+    step_s: float | Sequence[float] | LogNormal | None = None,
     rows: int | None = None,
     optimizer_state: float | None = None,
     workers_per_host: int = 1,
@@ -79,9 +79,9 @@ def simulate(
         strategies: what to compare; None for the usual ones, and the fit's own if its traffic is
             known.
         slow: how many times as long the steps of some ranks take, for example ``{3: 4.0}``.
-        step_s: seconds of a step, its feed included: a number, measured ones, or a distribution,
-            ``LogNormal`` or ``ShiftedGamma``. None for what the fit has recorded, whose steps vary
-            as its windows did if there were 20 or more.
+        step_s: seconds of a step, its feed included: a number, measured ones, or their
+            distribution, a ``LogNormal``. None for what the fit has recorded, whose steps vary as
+            its windows did if there were 20 or more.
         rows: of an epoch, all workers' together; None for the fit's.
         optimizer_state: copies of the parameters in the optimizer's state: 0 for SGD, 1 with
             momentum, 2 for Adam. None for what the fit has exchanged beside the model, if it did.
@@ -148,9 +148,9 @@ def simulate_epoch(exchange: Exchange, cluster: Cluster, steps: int) -> Epoch:
 def _times(
     fit: TrainingSummary | Profile,
     profile: Profile,
-    given: float | Sequence[float] | StepTimes | None,
-) -> StepTimes:
-    if isinstance(given, StepTimes):
+    given: float | Sequence[float] | LogNormal | None,
+) -> LogNormal:
+    if isinstance(given, LogNormal):
         return given
     if given is None and not profile.only_computes:
         raise ConfigError(

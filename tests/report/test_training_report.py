@@ -23,7 +23,7 @@ from sparkdl.callbacks import Callback, TrainingReport, WorkerCallback
 from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.phases import COMPUTE, DECODE, PHASES, WAIT, PhaseClock
 from sparkdl.planner.profile import Profile
-from sparkdl.planner.simulation.cluster import LogNormal, ShiftedGamma
+from sparkdl.planner.simulation.cluster import LogNormal
 from sparkdl.planner.simulation.exchanges import Exchange
 from sparkdl.planner.traffic import Traffic
 from sparkdl.report import TrainingSummary, recording
@@ -221,7 +221,7 @@ def test_slow_workers_are_waited_for_in_step_only() -> None:
 
 @every(
     "given, mean",
-    [(0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3), (ShiftedGamma(1, 2), 3)],
+    [(0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3)],
 )
 def test_steps_take_what_one_says(given: Any, mean: float) -> None:
     assert simulate(step_s=given).cluster.times.mean == pytest.approx(mean)

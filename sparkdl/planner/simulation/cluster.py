@@ -1,13 +1,12 @@
 """The workers that a simulated training has, and what came of it.
 
-Optimizer steps take as long as a distribution says, given or fitted to measured times; a window of
-several steps takes the sum of as many independent ones.
+Optimizer steps take as long as a distribution says, given or fitted to measured times, feed
+included; a window of several steps takes the sum of as many independent ones.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,31 +20,11 @@ from sparkdl.planner.links import Link
 
 Seconds = NDArray[np.float64]
 EQUAL = 1e-6
-"""Times that differ by less than this part of their mean are equal."""
-
-
-class StepTimes(ABC):
-    """The distribution of one worker's seconds per optimizer step, feed included."""
-
-    mean: float
-    """Seconds of a step on average."""
-
-    @abstractmethod
-    def draw(self, generator: np.random.Generator, steps: int, count: int) -> Seconds:
-        """Draw how long windows take.
-
-        Args:
-            generator: what to draw with.
-            steps: optimizer steps of each window, >= 1.
-            count: how many windows.
-
-        Returns:
-            Seconds of each, shape (count,).
-        """
+"""Times whose logarithms differ by less than this are equal."""
 
 
 @dataclass(frozen=True)
-class LogNormal(StepTimes):
+class LogNormal:
     """Steps whose logarithm is normal: most are close to the median, a few take much longer.
 
     Sums of several steps are taken to be log-normal too, with the right mean and variance.
@@ -69,7 +48,16 @@ class LogNormal(StepTimes):
         require_positive("sigma", self.sigma, or_zero=True)
 
     def draw(self, generator: np.random.Generator, steps: int, count: int) -> Seconds:
-        """Log-normal, with the mean and the variance of the sum."""
+        """Draw how long windows take: log-normal, with the mean and the variance of the sum.
+
+        Args:
+            generator: what to draw with.
+            steps: optimizer steps of each window, >= 1.
+            count: how many windows.
+
+        Returns:
+            Seconds of each, shape (count,).
+        """
         if not self.sigma:
             return np.full(count, steps * self.mean)
         variance = math.log1p(math.expm1(self.sigma**2) / steps)
@@ -78,46 +66,8 @@ class LogNormal(StepTimes):
         return drawn
 
 
-@dataclass(frozen=True)
-class ShiftedGamma(StepTimes):
-    """Steps that take a fixed time, and a random time with a gamma distribution on top.
-
-    With a shape of 1 the random part is exponential. Sums of steps are exact.
-
-    Args:
-        shift: seconds that every step takes at least, >= 0.
-        above: seconds on top of that on average, > 0.
-        shape: of the gamma distribution, > 0.
-
-    Raises:
-        ConfigError: an argument is out of range.
-    """
-
-    shift: float
-    above: float
-    shape: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_positive("shift", self.shift, or_zero=True)
-        require_positive("above", self.above)
-        require_positive("shape", self.shape)
-
-    @property
-    def mean(self) -> float:  # type: ignore[override]
-        """The fixed and the random part together."""
-        return self.shift + self.above
-
-    def draw(self, generator: np.random.Generator, steps: int, count: int) -> Seconds:
-        """A shifted gamma distribution with as many times the shift and the shape."""
-        random = generator.standard_gamma(steps * self.shape, count) * self.above / self.shape
-        return np.asarray(steps * self.shift + random)
-
-
-def fitted(seconds: Sequence[float] | Seconds, steps: int = 1) -> StepTimes:
-    """The distribution that measured times are likeliest to come from.
-
-    Log-normal by maximum likelihood, or a shifted gamma by its moments, with a shift below the
-    smallest time by what that is expected to exceed it by, were the rest exponential.
+def fitted(seconds: Sequence[float] | Seconds, steps: int = 1) -> LogNormal:
+    """The log-normal distribution that measured times are likeliest to come from.
 
     Args:
         seconds: measured times, each of a window; at least one.
@@ -129,20 +79,10 @@ def fitted(seconds: Sequence[float] | Seconds, steps: int = 1) -> StepTimes:
     if not as_list(seconds):
         raise ConfigError(f"measured times must be a list of seconds, got {seconds!r:.200}")
     times = np.array([require_positive("a measured time", each) for each in seconds])
-    count, mean, deviation = len(times), float(times.mean()), float(times.std())
-    if count < 3 or deviation < EQUAL * mean:
-        return LogNormal(mean / steps)
-    logs, sigma = np.log(times), float(np.log(times).std())
-    normal = -float(logs.sum()) - count * (math.log(sigma * math.sqrt(2 * math.pi)) + 0.5)
-    least = float(times.min())
-    shift = max(0.0, least - (mean - least) / count)
-    above = mean - shift
-    shape = (above / deviation) ** 2
-    over = (times - shift) * shape / above
-    gamma = float(np.sum((shape - 1) * np.log(over) - over))
-    gamma -= count * (math.lgamma(shape) + math.log(above / shape))
-    if gamma - 1 > normal:  # one parameter more has to gain one unit (Akaike 1974)
-        return ShiftedGamma(shift / steps, above / steps, shape / steps)
+    logs = np.log(times)
+    sigma = float(logs.std())
+    if len(times) < 3 or sigma < EQUAL:
+        return LogNormal(float(times.mean()) / steps)
     whole = math.exp(float(logs.mean()) + sigma**2 / 2)
     return LogNormal(whole / steps, math.sqrt(math.log1p(steps * math.expm1(sigma**2))))
 
@@ -175,7 +115,7 @@ class Cluster:
 
     workers: int
     link: Link
-    times: StepTimes
+    times: LogNormal
     slow: Mapping[int, float] = field(default_factory=dict)
     per_host: int = 1
     within: Link = field(default_factory=lambda: Link(4e9, 1e-5))
