@@ -62,8 +62,6 @@ def simulate(
     optimizer_state: float | None = None,
     workers_per_host: int = 1,
     topology: Literal["ring", "tree"] = "ring",
-    losses: float | Mapping[int, float] | None = None,
-    restart_s: float = 10.0,
     seed: int = 0,
 ) -> Simulation:
     """Simulate an epoch on another cluster, with several strategies.
@@ -87,10 +85,6 @@ def simulate(
             momentum, 2 for Adam. None for what the fit has exchanged beside the model, if it did.
         workers_per_host: how many share a host, and its link.
         topology: whether workers sum among themselves in a ``ring`` or up and down a ``tree``.
-        losses: seconds from the start after which ranks are lost, by rank; or the seconds that pass
-            on average between two losses of one worker. None if none is lost.
-        restart_s: seconds until a lost worker can train again; with a strategy whose workers need
-            each other, until all can.
         seed: determines everything that is drawn.
 
     Raises:
@@ -107,8 +101,6 @@ def simulate(
         times=_times(fit, profile, step_s),
         slow=dict(slow or {}),
         per_host=workers_per_host,
-        losses=losses,
-        restart_s=restart_s,
         seed=seed,
     )
     state = _state(profile, optimizer_state)
@@ -134,8 +126,7 @@ def simulate_epoch(exchange: Exchange, cluster: Cluster, steps: int) -> Epoch:
         cluster: who trains.
         steps: optimizer steps of each worker.
     """
-    in_driver = exchange.way == "driver"
-    if in_driver and (cluster.losses is not None or not exchange.policy().in_step):
+    if exchange.way == "driver" and not exchange.policy().in_step:
         windows = exchange.windows(steps, max(1, MOST_DECISIONS // cluster.workers))
         epoch = DriverRun(exchange, cluster, windows).train()
     else:
@@ -202,8 +193,8 @@ class Simulation:
         ``computing``, ``exchanging`` their own values, and ``waiting`` for each other, for the
         driver or for its link; ``rounds`` of each worker; ``busiest_bytes`` over the busiest link
         in its busier direction, and ``driver_bytes`` both ways; ``mean_staleness`` and
-        ``max_staleness``; ``losses`` of workers; and the ``part`` of the epoch that was simulated,
-        the rest of which is taken to be the same.
+        ``max_staleness``; and the ``part`` of the epoch that was simulated, the rest of which is
+        taken to be the same.
         """
         import pandas as pd
 

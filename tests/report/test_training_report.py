@@ -261,10 +261,6 @@ def test_what_was_simulated_and_where_it_was_profiled_is_said() -> None:
         ({"link": "fast"}, "cannot be read"),
         ({"slow": {4: 2.0}}, "4 workers have ranks 0 to 3"),
         ({"slow": {1: 0}}, r"slow\[1\] must be a number > 0"),
-        ({"losses": 0}, "losses must be a number > 0"),
-        ({"losses": {1: -1.0}}, r"losses\[1\] must be a number > 0"),
-        ({"losses": {9: 1.0}}, "losses names rank 9"),
-        ({"restart_s": -1}, "restart_s must be a number >= 0"),
         ({"rows": 0}, "rows must be a whole number >= 1"),
         ({"optimizer_state": -1}, "optimizer_state must be a number >= 0"),
         ({"strategies": []}, "strategies is empty"),
@@ -302,11 +298,8 @@ def test_a_model_is_no_fit_to_start_from() -> None:
 
 def test_numbers_may_be_numpy_s_or_floats_without_a_fraction() -> None:
     usual, other = (
-        simulate(workers=workers, seed=seed, restart_s=restart_s, step_s=step_s).table
-        for workers, seed, restart_s, step_s in (
-            (4, 1, 2, 0.1),
-            (4.0, np.int64(1), 2.0, np.float32(0.1)),
-        )
+        simulate(workers=workers, seed=seed, step_s=step_s).table
+        for workers, seed, step_s in ((4, 1, 0.1), (4.0, np.int64(1), np.float32(0.1)))
     )
     np.testing.assert_allclose(usual.seconds, other.seconds, rtol=1e-6)
 

@@ -35,16 +35,13 @@ def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -
 
     Args:
         exchange: what they exchange; rounds in the driver must be those of everyone.
-        cluster: who they are. The loss of a worker restarts all, from what the driver has last
-            received; with visits, that worker starts its epoch over.
+        cluster: who they are.
         windows: steps of each window.
     """
     generator, slowness = np.random.default_rng(cluster.seed), cluster.slowness
-    losses = cluster.lost(generator)
-    loss = next(losses)
     epoch = Epoch(strategy=exchange.name, rounds=len(windows))
     closed = answered = np.zeros(cluster.workers)
-    index = kept = since = 0
+    since = 0
 
     def draw(steps: int) -> Seconds:
         none = np.zeros(cluster.workers)
@@ -54,41 +51,25 @@ def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -
         carried = np.minimum(stood, own_s(exchange, cluster))
         epoch.did += np.array([computed, stood - carried, carried]).sum(axis=1)
 
-    while index < len(windows):
-        steps = windows[index]
-        overlap = min(exchange.overlap, steps) if index > kept else 0
+    for index, steps in enumerate(windows):
+        overlap = min(exchange.overlap, steps) if since else 0
         head, tail = draw(overlap), draw(steps - overlap)
         goes_on = np.maximum(closed + head, answered)
         ended = goes_on + tail
         answer = _answered(exchange, cluster, ended, (head + tail) / max(steps, 1))
-        if exchange.way in ("group", "hosts") and loss[0] < np.max(answer):
-            epoch.losses += 1
-            again = max(loss[0], float(np.min(answered))) + cluster.restart_s
-            closed = answered = np.full(cluster.workers, again)
-            index, since, loss = kept, 0, next(losses)
-            continue
         count(head + tail, goes_on - closed - head)
         closed, answered = ended, answer
-        index, since = index + 1, since + steps
-        if exchange.way == "hosts":
-            kept = index
-        elif exchange.commit_every and since >= exchange.commit_every and index < len(windows):
+        since += steps
+        if exchange.commit_every and since >= exchange.commit_every and index + 1 < len(windows):
             answered = answered + exchange.commit / cluster.link.bandwidth
             epoch.driver += exchange.commit
-            kept, since = index, 0
+            since = 0
     if exchange.final is not None:
         longer = cluster.workers * (exchange.final - exchange.down)
         answered = answered + longer / cluster.link.bandwidth
         epoch.driver = longer
     count(np.zeros(cluster.workers), answered - closed)
     if exchange.way in ("visits", "neighbors"):
-        whole_s = answered.copy()
-        while loss[0] < np.max(answered):
-            at, rank = loss
-            if answered[rank] - whole_s[rank] <= at < answered[rank]:
-                epoch.losses += 1
-                answered[rank] = at + cluster.restart_s + whole_s[rank]
-            loss = next(losses)
         answered = from_driver(answered, exchange.commit, exchange.commit, cluster.link)
     else:
         answered = answered + exchange.commit / cluster.link.bandwidth

@@ -7,7 +7,7 @@ included; a window of several steps takes the sum of as many independent ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,11 +87,6 @@ def fitted(seconds: Sequence[float] | Seconds, steps: int = 1) -> LogNormal:
     return LogNormal(whole / steps, math.sqrt(math.log1p(steps * math.expm1(sigma**2))))
 
 
-NEVER = (math.inf, -1)
-MOST_LOSSES = 2000
-"""The most lost workers of an epoch."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Who trains, over which links.
@@ -103,10 +98,6 @@ class Cluster:
         slow: how many times as long the steps of some ranks take.
         per_host: workers on each host.
         within: what connects the workers of a host.
-        losses: seconds from the start after which ranks are lost, by rank; or seconds that pass on
-            average between two losses of one worker. None if none is lost.
-        restart_s: seconds until a lost worker, or with strategies that need each other all of them,
-            can train again.
         seed: determines everything that is drawn.
 
     Raises:
@@ -119,26 +110,19 @@ class Cluster:
     slow: Mapping[int, float] = field(default_factory=dict)
     per_host: int = 1
     within: Link = field(default_factory=lambda: Link(4e9, 1e-5))
-    losses: float | Mapping[int, float] | None = None
-    restart_s: float = 10.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         convert_numbers(self)
         require_whole("workers", self.workers, 1)
         require_whole("workers_per_host", self.per_host, 1)
-        lost = self.losses if isinstance(self.losses, Mapping) else {}
-        for name, by_rank in (("slow", self.slow), ("losses", lost)):
-            for rank, value in by_rank.items():
-                if rank not in range(self.workers):
-                    raise ConfigError(
-                        f"{name} names rank {rank!r}, but {self.workers} workers have ranks 0 to "
-                        f"{self.workers - 1}"
-                    )
-                require_positive(f"{name}[{rank}]", value)
-        if not isinstance(self.losses, Mapping | None):
-            require_positive("losses", self.losses)
-        require_positive("restart_s", self.restart_s, or_zero=True)
+        for rank, times in self.slow.items():
+            if rank not in range(self.workers):
+                raise ConfigError(
+                    f"slow names rank {rank!r}, but {self.workers} workers have ranks 0 to "
+                    f"{self.workers - 1}"
+                )
+            require_positive(f"slow[{rank}]", times)
         require_whole("seed", self.seed, 0)
 
     @property
@@ -147,22 +131,6 @@ class Cluster:
         slowness = np.ones(self.workers)
         slowness[list(self.slow)] = list(self.slow.values())
         return slowness
-
-    def lost(self, generator: np.random.Generator) -> Iterator[tuple[float, int]]:
-        """When workers are lost, and which, in the order of time; ``NEVER`` at last."""
-        if isinstance(self.losses, Mapping):
-            yield from sorted((float(at), rank) for rank, at in self.losses.items())
-        elif self.losses is not None:
-            at = 0.0
-            for _ in range(MOST_LOSSES):
-                at += float(generator.exponential(self.losses / self.workers))
-                yield at, int(generator.integers(self.workers))
-            raise ConfigError(
-                f"after {MOST_LOSSES} lost workers and {at:.3g} s the epoch has not ended, and may "
-                "never: give more seconds between two losses, or a shorter epoch or commit_every"
-            )
-        while True:
-            yield NEVER
 
 
 @dataclass(kw_only=True)
@@ -182,7 +150,6 @@ class Epoch:
         windows: contributions.
         staleness: how often others had moved the center since these began, in total.
         max_staleness: the most of that.
-        losses: how often a worker was lost, or all were restarted.
     """
 
     strategy: str
@@ -195,7 +162,6 @@ class Epoch:
     windows: int = 0
     staleness: int = 0
     max_staleness: int = 0
-    losses: int = 0
 
     @property
     def seconds(self) -> float:
@@ -215,6 +181,5 @@ class Epoch:
             "driver_bytes": self.driver / self.part,
             "mean_staleness": self.staleness / max(self.windows, 1),
             "max_staleness": self.max_staleness,
-            "losses": round(self.losses / self.part),
             "part": self.part,
         }

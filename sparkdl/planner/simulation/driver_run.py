@@ -2,13 +2,11 @@
 
 What a worker sends passes the driver's link before it counts. A small contribution is buffered
 while others are added; of a large one no more than the sockets hold passes before it is its turn,
-in the order of ranks. Replies share the link equally. A worker that is lost comes back, and goes on
-after its last committed window.
+in the order of ranks. Replies share the link equally.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ import numpy as np
 
 from sparkdl.averager.coordination.actions import Actions, carry_out
 from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
-from sparkdl.averager.coordination.membership import Member, Tolerance
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.events import EpochSummary, WindowReport
@@ -29,10 +27,6 @@ from sparkdl.planner.simulation.cluster import Cluster, Epoch
 from sparkdl.planner.simulation.engine import Clock, SharedLink, Sum
 from sparkdl.planner.simulation.exchanges import Exchange
 
-SILENT = logging.getLogger(f"{__name__}.silent")
-"""For losses, which are simulated by the hundred."""
-SILENT.addHandler(logging.NullHandler())
-SILENT.propagate = False
 FOREVER_S = 1e15
 """A deadline that no simulated worker misses."""
 AT_ONCE = 1024
@@ -44,7 +38,7 @@ class _Worker:
     """What is known of one worker.
 
     Attributes:
-        closed: when it closed its last window; None if it has yet to close one since it joined.
+        closed: when it closed its last window; None if it has yet to close one.
         committed: windows that count.
         computed: seconds that it computes in the window under way.
         stood: seconds that it stands still in it.
@@ -78,21 +72,16 @@ class DriverRun(Actions):
         self.steps = [0] * cluster.workers
         self._coordinator = Coordinator(
             RunSpec(
-                world_size=cluster.workers,
-                deadline_s=FOREVER_S,
-                tolerance=Tolerance(max_failures=1 << 60),
-                policy=exchange.policy(),
+                world_size=cluster.workers, deadline_s=FOREVER_S, policy=exchange.policy()
             ),
             0.0,
         )
-        self._coordinator.log = SILENT
         self._members = [Member(rank, "host") for rank in range(cluster.workers)]
         self._workers = [_Worker() for _ in range(cluster.workers)]
         self._steps = [0, *accumulate(self.windows)]
         self._generator = np.random.default_rng(cluster.seed)
         self._slowness = cluster.slowness.tolist()
         self._drawn: dict[int, Iterator[float]] = {}
-        self._losses = cluster.lost(self._generator)
         self._finals: int | None = None
         self._sent = self._received = 0.0
         self._own_s = own_s(exchange, cluster)
@@ -103,9 +92,9 @@ class DriverRun(Actions):
 
     def train(self, until: float = math.inf) -> Epoch:
         """Let the workers train until the epoch is over, or it is so late."""
-        self._lose_next()
-        for rank in range(self.cluster.workers):
-            self._join(rank)
+        for member in self._members:
+            self._tell(self._coordinator.joined, member)
+            self._tell(self._coordinator.rows_found, member, ShardStatistics(1, ()))
         self._tell(self._coordinator.start)
         while self._finals != 0 and self._clock.step(until):
             pass
@@ -119,10 +108,6 @@ class DriverRun(Actions):
         """Have the coordinator decide, and do what it says."""
         carry_out(event(self._clock.now, *arguments, **options), self)
 
-    def _join(self, rank: int) -> None:
-        self._tell(self._coordinator.joined, self._members[rank])
-        self._tell(self._coordinator.rows_found, self._members[rank], ShardStatistics(1, ()))
-
     def _added(self, rank: int) -> None:
         self._tell(self._coordinator.contributed, self._members[rank])
 
@@ -133,12 +118,6 @@ class DriverRun(Actions):
     def skip(self, rank: int) -> None:
         """Do without a rank."""
         self._sum.skip(rank)
-
-    def start_over(self, members: tuple[Member, ...]) -> None:
-        """Have workers contribute again what they still have."""
-        self._sum.open(())
-        for member in members:  # it still has what it has contributed
-            self._clock.after(0.0, partial(self._close, member))
 
     def report(self, event: RunEvent) -> None:
         """Count what is committed."""
@@ -168,7 +147,7 @@ class DriverRun(Actions):
         """Replies share the link; what is buffered of one does not keep the averager waiting."""
         if final:
             self._finals = (self._finals or 0) + 1
-        if self._workers[member.rank].closed is None and not member.attempt:
+        if self._workers[member.rank].closed is None:
             self._begin(member)  # with the center that everyone has
             self._tell(self._coordinator.taken, member)
             return
@@ -179,9 +158,6 @@ class DriverRun(Actions):
         arrive = partial(self._arrive, member, final=final)
 
         def buffer() -> None:
-            if member.gone:
-                arrive()
-                return
             self._replies.add(min(octets, BUFFERED_BYTES), arrive)
             self._tell(self._coordinator.taken, member)
 
@@ -194,8 +170,6 @@ class DriverRun(Actions):
         """All of a reply has passed."""
         if final and self._finals:
             self._finals -= 1
-        if member.gone:
-            return
         if not final:
             self._begin(member)
             return
@@ -209,12 +183,11 @@ class DriverRun(Actions):
 
     def _end(self, member: Member) -> None:
         """What a worker has trained has reached the driver."""
-        if not member.gone:
-            worker = self._workers[member.rank]
-            self.steps[member.rank] += 1
-            self._count(worker)
-            worker.closed = self._clock.now - self.cluster.link.latency
-            self._close(member)
+        worker = self._workers[member.rank]
+        self.steps[member.rank] += 1
+        self._count(worker)
+        worker.closed = self._clock.now - self.cluster.link.latency
+        self._close(member)
 
     def _begun(self, rank: int) -> float:
         """When what a worker trains next reaches the driver."""
@@ -264,21 +237,3 @@ class DriverRun(Actions):
         """Count what a worker has done since it closed its window before."""
         carried = min(worker.stood, self._own_s)
         self.epoch.did += np.array([worker.computed, worker.stood - carried, carried])
-
-    def _lose_next(self) -> None:
-        at, rank = next(self._losses)
-        self._clock.at(at, partial(self._lose, rank))
-
-    def _lose(self, rank: int) -> None:
-        """A worker dies, unless it is away already; another attempt comes later."""
-        member = self._members[rank]
-        if not member.gone:
-            self.epoch.losses += 1
-            self._workers[rank].closed = None
-            self._tell(self._coordinator.lost, member, "was lost")
-            self._clock.after(self.cluster.restart_s, partial(self._come_back, rank))
-        self._lose_next()
-
-    def _come_back(self, rank: int) -> None:
-        self._members[rank] = Member(rank, "host", attempt=self._members[rank].attempt + 1)
-        self._join(rank)

@@ -181,20 +181,11 @@ def test_a_slow_worker_holds_up_its_neighbors_one_hop_a_round() -> None:
     assert found.did[1] == pytest.approx(3 * 3.0 + 2 * (2.1 + 1.2 + 0.3) - found.did[0])
 
 
-def test_a_lost_worker_of_a_group_restarts_all_from_the_driver_s_copy() -> None:
-    """At 1.95 s with copies after 10 steps, at 1 s: the 9 steps since are taken again."""
-    exchange = group(up=0.0, period=1, commit_every=10)
-    found = epoch(exchange, 30, losses={1: 1.95}, restart_s=5.0)
-    assert found.lasted == pytest.approx(1.95 + 5.0 + 2.0)
-    assert found.losses == 1
-    without_copies = epoch(replace(exchange, commit_every=None), 30, losses={1: 1.95})
-    assert without_copies.lasted == pytest.approx(1.95 + 10.0 + 3.0)
-
-
-def test_a_lost_visitor_starts_its_epoch_over_alone() -> None:
-    visits = Exchange(name="x", way="visits", up=0.0, down=0.0)
-    found = epoch(visits, 30, losses={1: 1.95}, restart_s=5.0)
-    assert found.lasted == pytest.approx(1.95 + 5.0 + 3.0)
+def test_a_group_s_copies_for_the_driver_are_waited_for() -> None:
+    """Three of 0.32 s, after 10, 20 and all of 30 steps."""
+    found = epoch(group(up=0.0, period=1, commit=LARGE, commit_every=10), 30)
+    assert found.lasted == pytest.approx(3.0 + 3 * 0.32)
+    assert found.driver == 3 * LARGE
 
 
 STATE = {"parameters": 4e6, "buffers": 4e4, "optimizer": 8e6}
