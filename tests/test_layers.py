@@ -35,7 +35,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("protocols", "untrusted"),
     ("encodings", "events", "phases"),
     ("durable", "process", "user_code"),
-    ("arguments", "figures"),
+    ("arguments",),
     ("errors", "redaction"),
     ("version",),
 ]

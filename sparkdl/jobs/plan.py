@@ -30,8 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
             rows=options.rows,
         )
         best = plan.best(options.efficiency, max_period=options.max_period)
-        if options.plot is not None:
-            plan.plot().savefig(options.plot)
     except (SparkDLError, OSError) as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return int(exit_of(error))
@@ -66,6 +64,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", type=int, help="rows of an epoch, if the fits had a sample")
     add("--efficiency", type=float, default=0.8, help="the least for the suggestion")
     add("--max_period", type=int, help="the longest period for the suggestion")
-    add("--plot", metavar="FILE", help="draw the plan, as .png or .svg")
     add("--json", action="store_true", help="print JSON")
     return parser

@@ -7,11 +7,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparkdl.arguments import require_whole
 from sparkdl.errors import ConfigError
-from sparkdl.figures import new_figure
 from sparkdl.planner import costs
 from sparkdl.planner.advice import Prediction, in_words, lemmas
 from sparkdl.planner.links import Link, require_efficiency
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 WORKERS = (1, 2, 4, 8, 16)
 MODEL_ERROR = 0.15
 """What predictions may be off by besides: benchmarks/planning.py holds them to it."""
-LINKS = ("100 Mbit/s", "300 Mbit/s", "1 Gbit/s", "3 Gbit/s", "10 Gbit/s")
-"""Drawn beside the plan's own."""
 
 
 class Plan:
@@ -275,39 +272,6 @@ class Plan:
         if self.network is not None:
             faster = replace(self.network, bandwidth=2 * self.network.bandwidth)
             yield f"On links of {faster}", self.predict(workers, link=faster)
-
-    def plot(self) -> Any:
-        """Draw speed-up, where the time goes, and what faster links would buy.
-
-        Returns:
-            matplotlib's figure.
-
-        Raises:
-            SetupError: matplotlib is not installed.
-        """
-        import pandas as pd
-
-        figure = new_figure(13, 3.8)
-        speed, parts, links = figure.subplots(1, 3)
-        table = self.table.assign(speed=lambda each: each.workers * each.efficiency)
-        table.pivot(index="workers", columns="aggregation", values="speed").plot(
-            ax=speed, marker="o", title="Speed-up", ylabel="times as fast as one"
-        )
-        where = "computing", "uneven", "passing", "fixed"
-        found = [self.predict(each).parts for each in self.workers]
-        pd.DataFrame(
-            [[getattr(each, name) for name in where] for each in found], self.workers, where
-        ).plot.bar(ax=parts, stacked=True, rot=0, title="Where the time goes", xlabel="workers")
-        late = 0.0 if self.link is None else self.link.latency
-        at = {each.bandwidth: replace(each, latency=late) for each in map(Link.parse, LINKS)}
-        at |= {} if self.link is None else {self.link.bandwidth: self.link}
-        pd.DataFrame(
-            {n: [self.predict(n, link=at[b]).seconds for b in sorted(at)] for n in self.workers},
-            [8e-6 * each for each in sorted(at)],
-        ).plot(ax=links, loglog=True, title="What links and workers buy", xlabel="Mbit/s")
-        for axes in (parts, links):
-            axes.set_ylabel("seconds an epoch")
-        return figure
 
     def __repr__(self) -> str:
         on = f" on links of {self.link}" if self.link else ""

@@ -25,15 +25,13 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def test_a_table_an_explanation_and_a_suggestion_are_printed(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "plan.svg"
-    assert main(["--summary", *files, "--link", "1 Gbit/s", "--plot", str(plot)]) == 0
+    assert main(["--summary", *files, "--link", "1 Gbit/s"]) == 0
     printed = capsys.readouterr().out
     assert "measured with 1 and 2 workers" in printed
     assert "bound by" in printed
     assert "Best: numWorkers=" in printed
-    assert plot.read_text().startswith("<?xml")
 
 
 def test_json_has_the_same_for_programs(
@@ -56,7 +54,6 @@ def test_json_has_the_same_for_programs(
         (["--efficiency", "2"], 2, "efficiency must be"),
         (["--summary", "nowhere.json"], 7, "nowhere.json"),
         (["--summary", __file__], 2, "test_plan_job.py: this is no profile"),
-        (["--plot", "/nowhere/plan.svg"], 7, "nowhere"),
     ],
 )
 def test_what_cannot_be_done_is_an_exit_code_and_a_message(

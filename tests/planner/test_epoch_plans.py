@@ -395,26 +395,6 @@ def test_every_kind_of_plan_can_be_explained(sent: Traffic, place: str | None) -
         assert plan.best().workers >= 1
 
 
-def test_a_plan_is_drawn_as_speed_up_parts_of_the_time_and_seconds_by_link() -> None:
-    figure = of_both(link="1 Gbit/s", workers=[1, 4]).plot()
-    titles = [each.get_title() for each in figure.axes]
-    assert titles == ["Speed-up", "Where the time goes", "What links and workers buy"]
-    speeds, parts, links = figure.axes
-    (alone, four), (_, ring) = (line.get_ydata() for line in speeds.lines[:2])
-    assert alone == pytest.approx(1.0)
-    assert 1 < four < ring < 4
-    heights = sum(bar.get_height() for bar in parts.patches)
-    plan = of_two(link="1 Gbit/s")
-    assert heights == pytest.approx(plan.predict(1).seconds + plan.predict(4).seconds)
-    assert len(links.lines) == 2
-
-
-def test_all_links_of_a_drawing_have_the_plan_s_latency() -> None:
-    """A faster link never takes longer, as one with a latency beside others without would."""
-    for seconds in of_two(link="700 Mbit/s, 50 ms", workers=[4]).plot().axes[2].lines:
-        assert sorted(seconds.get_ydata(), reverse=True) == seconds.get_ydata().tolist()
-
-
 @every(
     ("arguments", "message"),
     [
