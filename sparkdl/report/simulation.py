@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from sparkdl.arguments import as_number, require_positive, require_whole
 from sparkdl.errors import ConfigError
@@ -61,7 +61,6 @@ def simulate(
     rows: int | None = None,
     optimizer_state: float | None = None,
     workers_per_host: int = 1,
-    topology: Literal["ring", "tree"] = "ring",
     seed: int = 0,
 ) -> Simulation:
     """Simulate an epoch on another cluster, with several strategies.
@@ -84,7 +83,6 @@ def simulate(
         optimizer_state: copies of the parameters in the optimizer's state: 0 for SGD, 1 with
             momentum, 2 for Adam. None for what the fit has exchanged beside the model, if it did.
         workers_per_host: how many share a host, and its link.
-        topology: whether workers sum among themselves in a ``ring`` or up and down a ``tree``.
         seed: determines everything that is drawn.
 
     Raises:
@@ -105,7 +103,7 @@ def simulate(
     )
     state = _state(profile, optimizer_state)
     compared = STRATEGIES if strategies is None else strategies
-    exchanges = [exchange_of(each, state, workers, topology) for each in compared]
+    exchanges = [exchange_of(each, state, workers) for each in compared]
     own = profile.strategy not in map(repr, compared)
     sent = profile.traffic
     if strategies is None and own and sent is not None:

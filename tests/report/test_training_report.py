@@ -270,7 +270,6 @@ def test_what_was_simulated_and_where_it_was_profiled_is_said() -> None:
         ({"step_s": []}, "must be a list of seconds"),
         ({"step_s": [0.1, "b"]}, "a measured time must be a number > 0"),
         ({"workers_per_host": 0}, "workers_per_host must be a whole number >= 1"),
-        ({"topology": "star"}, "topology must be 'ring' or 'tree'"),
         ({"seed": -1}, "seed must be a whole number >= 0"),
     ],
 )

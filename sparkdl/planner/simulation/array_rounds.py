@@ -22,7 +22,7 @@ import numpy as np
 
 from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.cluster import Cluster, Epoch, Seconds
-from sparkdl.planner.simulation.exchanges import Exchange, sum_s, summed_bytes
+from sparkdl.planner.simulation.exchanges import Exchange, around, around_s
 from sparkdl.planner.traffic import BACKWARD
 
 BUFFERED_BYTES = 1 << 19
@@ -82,7 +82,7 @@ def own_s(exchange: Exchange, cluster: Cluster) -> float:
     """Seconds of an exchange in which a worker's own values are on their way."""
     if exchange.way == "group":
         parts, workers = exchange.buckets, cluster.workers
-        return parts * sum_s(exchange.topology, exchange.up / parts, cluster.link, workers)
+        return parts * around_s(exchange.up / parts, cluster.link, workers, gathers=exchange.gathers)
     passing_s = (exchange.up + exchange.down) / cluster.link.bandwidth
     return passing_s + 2 * cluster.link.latency
 
@@ -109,7 +109,7 @@ def _answered(exchange: Exchange, cluster: Cluster, closed: Seconds, step_s: Sec
     if exchange.way == "driver":
         return from_driver(closed, exchange.up, exchange.down, link)
     if exchange.way == "hosts":
-        half_s = sum_s("ring", exchange.up, cluster.within, min(cluster.per_host, workers)) / 2
+        half_s = around_s(exchange.up, cluster.within, min(cluster.per_host, workers)) / 2
         hosts = np.arange(0, workers, cluster.per_host)
         together = np.maximum.reduceat(closed, hosts) + half_s
         told = from_driver(together, exchange.up, exchange.down, link)
@@ -138,7 +138,7 @@ def _count_bytes(exchange: Exchange, cluster: Cluster, epoch: Epoch) -> None:
     way, workers = exchange.way, cluster.workers
     up, down = exchange.up * epoch.rounds, exchange.down * epoch.rounds
     if way == "group":
-        epoch.sent = summed_bytes(exchange.topology, up, workers)
+        epoch.sent = math.prod(around(up, workers, gathers=exchange.gathers))
         epoch.driver += exchange.commit
     elif way in ("visits", "neighbors"):
         epoch.sent = min(2, workers - 1) * up if way == "neighbors" else (workers > 1) * (up + down)

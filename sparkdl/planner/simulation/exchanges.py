@@ -22,7 +22,6 @@ from sparkdl.strategies import (
     TopK,
 )
 
-Topology = Literal["ring", "tree", "gather"]
 TO_PAIRS = 2
 """How many times as long float32s are with their places."""
 
@@ -46,8 +45,8 @@ class Exchange:
             the others.
         overlap: steps that a worker trains on while an exchange is under way.
         policy: makes the round policy, for rounds in the driver.
-        topology: how sums travel in a group: around a ``ring``, as gloo's and NCCL's do, or up and
-            down a binary ``tree``; in a ``gather`` each receives what all others send.
+        gathers: whether each of a group receives what all others send, in place of a sum around a
+            ring, as gloo's and NCCL's is.
         buckets: in a group, how many equal parts are exchanged one after the other, each as soon as
             the backward pass has it ready.
         commit: bytes that one worker sends to the driver at an epoch's end.
@@ -64,7 +63,7 @@ class Exchange:
     final: float | None = None
     overlap: int = 0
     policy: Callable[[], RoundPolicy] = All
-    topology: Topology = "ring"
+    gathers: bool = False
     buckets: int = 1
     commit: float = 0.0
     commit_every: int | None = None
@@ -84,41 +83,29 @@ class Exchange:
         return lengths + [0] * min(self.closing, most - len(ends))
 
 
-def sum_s(topology: Topology, octets: float, link: Link, workers: int) -> float:
-    """Seconds in which workers sum what each of them has, so that all have the sum.
+def around(octets: float, workers: int, *, gathers: bool = False) -> tuple[int, float]:
+    """How many messages go around a ring one after the other, and the bytes of each.
 
     Args:
-        topology: ``ring``: 2 (N - 1) messages of an N-th each. ``tree``: the whole, up a binary
-            tree of ceil(log2 N) levels and down again. ``gather``: the whole of each worker, N - 1
-            times around a ring.
-        octets: bytes that each worker has.
-        link: between any two of them.
+        octets: bytes that each worker has to be summed: 2 (N - 1) messages of an N-th each.
         workers: N; one alone sends nothing.
+        gathers: whether each gets the whole of all others instead, in N - 1 messages.
 
-    Source: the alpha-beta model; for the tree You, Buluc, Demmel 2017, arXiv:1708.02983.
+    Source: the alpha-beta model.
     """
-    messages, part = _messages(topology, workers)
-    return messages * (link.latency + part * octets / link.bandwidth)
+    return (workers - 1, octets) if gathers else (2 * (workers - 1), octets / workers)
 
 
-def summed_bytes(topology: Topology, octets: float, workers: int) -> float:
-    """Bytes that pass the busiest worker's link in the busier direction, as in ``sum_s``."""
-    messages, part = _messages(topology, workers)
-    return messages * part * octets / (2 if topology == "tree" else 1)
-
-
-def _messages(topology: Topology, workers: int) -> tuple[int, float]:
-    """How many messages follow each other, and the part of a worker's bytes that each has."""
-    if topology == "tree":
-        return 2 * (workers - 1).bit_length(), 1.0
-    return (2 * (workers - 1), 1 / workers) if topology == "ring" else (workers - 1, 1.0)
+def around_s(octets: float, link: Link, workers: int, *, gathers: bool = False) -> float:
+    """Seconds that these messages take on a link."""
+    messages, each = around(octets, workers, gathers=gathers)
+    return messages * (link.latency + each / link.bandwidth)
 
 
 def exchange_of(
     strategy: Strategy[Any] | Exchange,
     state: Mapping[str, float],
     workers: int,
-    topology: Topology = "ring",
 ) -> Exchange:
     """What a strategy's replicas send.
 
@@ -126,14 +113,11 @@ def exchange_of(
         strategy: any; or what it sends, as it is.
         state: bytes of a replica's ``parameters``, ``buffers`` and ``optimizer``, as float32.
         workers: how many there are.
-        topology: how workers sum among themselves.
 
     Raises:
         ConfigError: what it sends depends on values or shapes that are not known, or it is no
             strategy.
     """
-    if topology not in ("ring", "tree"):
-        raise ConfigError(f"topology must be 'ring' or 'tree', got {topology!r}")
     if isinstance(strategy, Exchange):
         return strategy
     if not isinstance(strategy, Strategy):
@@ -156,7 +140,7 @@ def exchange_of(
         if strategy.aggregation == "driver":
             return Exchange(**common, way="driver", down=min(model, TO_PAIRS * workers * sent))
         common |= {"commit": model, "commit_every": strategy.commit_every}
-        return Exchange(**common, way="group", topology="gather")
+        return Exchange(**common, way="group", gathers=True)
     if (
         isinstance(strategy, GradientAllReduce)
         and isinstance(strategy.compression, TopK)
@@ -165,7 +149,7 @@ def exchange_of(
         common |= {"commit": sum(kinds.values()), "commit_every": strategy.commit_every}
         sent = TO_PAIRS * parameters * strategy.compression.fraction
         common |= {"period": strategy.accumulate}
-        return Exchange(**common, way="group", up=sent, topology="gather")
+        return Exchange(**common, way="group", up=sent, gathers=True)
     if getattr(strategy, "reduction", None) is not None:
         raise ConfigError(
             f"{common['name']} sums along trees of several colours, which are not simulated: drop "
@@ -182,7 +166,7 @@ def exchange_of(
             "on a schedule or on the strategy's own code. Leave it out of strategies, or put there "
             "what it sends, an Exchange of sparkdl.planner.simulation.exchanges"
         )
-    found = of_traffic(common["name"], traffic, strategy, topology)
+    found = of_traffic(common["name"], traffic, strategy)
     if found.way != "driver":
         return found
     # Fragments are all sent once more. A replica that is pulled to the center that it meets says
@@ -196,7 +180,6 @@ def of_traffic(
     name: str,
     traffic: Traffic,
     strategy: Strategy[Any] | None = None,
-    topology: Topology = "ring",
 ) -> Exchange:
     """The exchanges of a training whose traffic is known.
 
@@ -204,7 +187,6 @@ def of_traffic(
         name: of its strategy.
         traffic: what it exchanges.
         strategy: that one; without it, everyone is waited for in each round.
-        topology: how workers sum among themselves.
     """
     ways: dict[str, Any] = {"driver": "driver", "hosts": "hosts", "workers": "group"}
     hides = traffic.period if traffic.hidden == "steps" else 0
@@ -217,7 +199,6 @@ def of_traffic(
         fragments=traffic.fragments,
         overlap=getattr(strategy, "overlap", 0) or hides,
         policy=All if strategy is None else lambda: strategy.round_policy,
-        topology=topology,
         buckets=traffic.buckets,
         commit=traffic.state,
         commit_every=getattr(strategy, "commit_every", None),

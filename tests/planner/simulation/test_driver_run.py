@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from dataclasses import replace
@@ -17,7 +16,7 @@ from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.engine import Clock, SharedLink, Sum
-from sparkdl.planner.simulation.exchanges import Exchange, Topology, exchange_of
+from sparkdl.planner.simulation.exchanges import Exchange, exchange_of
 from sparkdl.report import simulation
 from sparkdl.report.simulation import STRATEGIES as USUAL
 from sparkdl.report.simulation import simulate_epoch
@@ -216,55 +215,41 @@ STRATEGIES: list[Strategy[Any]] = [
 
 PASSING_S = 0.32
 COMPUTING_S = 0.13 / 0.87 * 16 * PASSING_S
-STAIRS: list[tuple[ElasticAveraging, Topology, int | None, float]] = [
-    (ElasticAveraging(1, mode="round_robin"), "ring", None, 4.74),
-    (ElasticAveraging(1, aggregation="executors"), "tree", 0, 3.06),
-    (ElasticAveraging(1, aggregation="executors"), "ring", 0, 1.41),
-    (ElasticAveraging(1, aggregation="executors"), "ring", None, 0.78),
+STAIRS: list[tuple[ElasticAveraging, int | None, float]] = [
+    (ElasticAveraging(1, mode="round_robin"), None, 4.74),
+    (ElasticAveraging(1, aggregation="executors"), 0, 1.41),
+    (ElasticAveraging(1, aggregation="executors"), None, 0.78),
 ]
 """As measured by ``bc8c4b4b:benchmarks/studies/elastic_staircase.py``, in seconds a step."""
 
 
-def stair(strategy: ElasticAveraging, topology: Topology, overlap: int | None) -> float:
-    exchange = replace(exchange_of(strategy, STATE, 8, topology), commit=0.0)
+@every("strategy, overlap, measured", STAIRS)
+def test_the_staircase_of_easgd_is_as_high_as_measured(
+    strategy: ElasticAveraging, overlap: int | None, measured: float
+) -> None:
+    exchange = replace(exchange_of(strategy, STATE, 8), commit=0.0)
     if overlap is not None:
         exchange = replace(exchange, overlap=overlap)
-    return simulate_epoch(exchange, cluster(times=LogNormal(COMPUTING_S)), 60).seconds / 60
-
-
-@every("strategy, topology, overlap, measured", STAIRS)
-def test_the_staircase_of_easgd_is_as_high_as_measured(
-    strategy: ElasticAveraging, topology: Topology, overlap: int | None, measured: float
-) -> None:
-    assert stair(strategy, topology, overlap) == pytest.approx(measured, rel=0.15)
+    stair = simulate_epoch(exchange, cluster(times=LogNormal(COMPUTING_S)), 60).seconds / 60
+    assert stair == pytest.approx(measured, rel=0.15)
 
 
 @every("workers", [4, 16, 64])
-def test_a_star_a_tree_and_a_ring_overtake_each_other_where_their_closed_forms_say(
-    workers: int,
-) -> None:
-    """With latency a, S seconds for the model on a link, N workers and L = log2 N::
+def test_a_star_and_a_ring_overtake_each_other_where_their_closed_forms_say(workers: int) -> None:
+    """With latency a, S seconds for the model on a link, and N workers::
 
-        star  2 a + 2 N S       tree  2 L (a + S)       ring  2 (N - 1) (a + S / N)
+        star  2 a + 2 N S       ring  2 (N - 1) (a + S / N)
 
-    So a star is fastest up to S = a (L - 1) / (N - L), then a tree is, and a ring from
-    S = a (N - 1 - L) / (L - 1 + 1 / N) on. The star is the averager's, in the driver.
+    So a star is fastest up to S = a (N - 2) / (N - 1 + 1 / N). It is the averager's, in the driver.
     """
-    log, latency = math.log2(workers), 1e-3
+    latency = 1e-3
     link = Link(1e9, latency)
-    star_tree = latency * (log - 1) / (workers - log)
-    tree_ring = latency * (workers - 1 - log) / (log - 1 + 1 / workers)
-    for model_s, first in (
-        (0.95 * star_tree, "star"),
-        (1.05 * star_tree, "tree"),
-        (0.95 * tree_ring, "tree"),
-        (1.05 * tree_ring, "ring"),
-    ):
+    even_s = latency * (workers - 2) / (workers - 1 + 1 / workers)
+    for model_s, first in ((0.95 * even_s, "star"), (1.05 * even_s, "ring")):
         octets = model_s * link.bandwidth
         ways: dict[str, dict[str, Any]] = {
             "star": {"way": "driver", "up": octets, "down": octets},
-            "tree": {"way": "group", "up": octets, "topology": "tree"},
-            "ring": {"way": "group", "up": octets, "topology": "ring"},
+            "ring": {"way": "group", "up": octets},
         }
         of = cluster(workers=workers, link=link, times=LogNormal(1e-9))
         seconds = {

@@ -22,10 +22,10 @@ from sparkdl.planner.simulation.cluster import (
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.exchanges import (
     Exchange,
+    around,
+    around_s,
     exchange_of,
     short_name,
-    sum_s,
-    summed_bytes,
 )
 from sparkdl.strategies import (
     SSP,
@@ -116,10 +116,10 @@ def test_a_barrier_takes_as_long_as_the_largest_of_the_times() -> None:
     assert found.lasted / rounds == pytest.approx(1 + harmonic, rel=0.01)
 
 
-def test_a_ring_and_a_tree_follow_the_computing() -> None:
-    for topology in ("ring", "tree"):
-        found = epoch(group(topology=topology, commit=LARGE), 20)
-        once_s = sum_s(topology, LARGE, LINK, 4)  # type: ignore[arg-type]
+def test_a_ring_follows_the_computing() -> None:
+    for gathers in (False, True):
+        found = epoch(group(gathers=gathers, commit=LARGE), 20)
+        once_s = around_s(LARGE, LINK, 4, gathers=gathers)
         assert found.lasted == pytest.approx(2.0 + 4 * once_s + LARGE / LINK.bandwidth)
         np.testing.assert_allclose(found.did, [4 * 2.0, 0, 4 * 4 * once_s], atol=1e-9)
 
@@ -145,7 +145,7 @@ def test_hosts_sum_before_they_contribute() -> None:
     exchange = Exchange(name="x", way="hosts", up=LARGE, down=LARGE, period=5)
     within = Link(4e9)
     found = epoch(exchange, 5, workers=8, per_host=4, within=within)
-    both_ways_s = sum_s("ring", LARGE, within, 4)
+    both_ways_s = around_s(LARGE, within, 4)
     assert found.lasted == pytest.approx(0.5 + both_ways_s + 2 * 2 * 0.32)
     assert found.driver == 2 * 2 * LARGE
 
@@ -200,7 +200,7 @@ WORKERS = 8
         (GradientAllReduce(compression="fp16", accumulate=3), {"up": 2e6, "period": 3}),
         (GradientAllReduce(bucket_mb=1), {"buckets": 4}),
         (GradientAllReduce(bucket_mb=1, compression="bf16"), {"buckets": 4, "up": 2e6}),
-        (GradientAllReduce(compression=TopK(0.01)), {"up": 8e4, "topology": "gather"}),
+        (GradientAllReduce(compression=TopK(0.01)), {"up": 8e4, "gathers": True}),
         (ParameterAveraging(), {"way": "driver", "up": ALL, "down": ALL, "period": 5}),
         (ParameterAveraging(average_optimizer_state=False), {"up": MODEL, "down": MODEL}),
         (ParameterAveraging(aggregation="executors"), {"way": "group", "up": ALL, "commit": ALL}),
@@ -214,7 +214,7 @@ WORKERS = 8
         (GossipAveraging(2, mode="symmetric"), {"way": "neighbors", "period": 2}),
         # A thousandth of the entries, by their places; the reply has the sums of eight workers'.
         (ThresholdGradientSharing(), {"way": "driver", "up": 4e3, "down": 64e3}),
-        (ThresholdGradientSharing(aggregation="executors"), {"up": 4e3, "topology": "gather"}),
+        (ThresholdGradientSharing(aggregation="executors"), {"up": 4e3, "gathers": True}),
     ],
 )
 def test_a_strategy_sends(strategy: Strategy[Any], expected: dict[str, object]) -> None:
@@ -283,19 +283,15 @@ def test_windows_are_made_only_as_far_as_they_are_simulated() -> None:
 
 def test_sums_take_as_long_as_their_messages_one_after_the_other() -> None:
     link = Link(1e6, 0.01)
-    assert sum_s("ring", 8e6, link, 4) == pytest.approx(6 * (0.01 + 2.0))
-    assert sum_s("tree", 8e6, link, 8) == pytest.approx(6 * (0.01 + 8.0))
-    assert sum_s("tree", 8e6, link, 5) == pytest.approx(6 * (0.01 + 8.0))
-    assert sum_s("gather", 8e6, link, 4) == pytest.approx(3 * (0.01 + 8.0))
-    assert summed_bytes("ring", 8e6, 4) == 12e6
-    assert summed_bytes("tree", 8e6, 8) == 24e6
-    assert summed_bytes("gather", 8e6, 4) == 24e6
+    assert around_s(8e6, link, 4) == pytest.approx(6 * (0.01 + 2.0))
+    assert around_s(8e6, link, 4, gathers=True) == pytest.approx(3 * (0.01 + 8.0))
+    assert np.prod(around(8e6, 4)) == 12e6
+    assert np.prod(around(8e6, 4, gathers=True)) == 24e6
 
 
-def test_one_worker_sums_by_itself() -> None:
-    for topology in ("ring", "tree", "gather"):
-        assert sum_s(topology, 8e6, Link(1e6, 0.01), 1) == 0  # type: ignore[arg-type]
-        assert summed_bytes(topology, 8e6, 1) == 0  # type: ignore[arg-type]
+@every("gathers", [False, True])
+def test_one_worker_sums_by_itself(gathers: bool) -> None:
+    assert around_s(8e6, Link(1e6, 0.01), 1, gathers=gathers) == 0
 
 
 def test_a_name_has_what_differs_from_the_defaults() -> None:
