@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WORKERS = (1, 2, 4, 8, 16)
+MOST = 100_000
+"""Workers beyond which nothing is planned: ``best`` tries every number of them."""
 MODEL_ERROR = 0.15
 """What predictions may be off by besides: benchmarks/planning.py holds them to it."""
 
@@ -77,6 +79,8 @@ class Plan:
         self.workers = sorted({require_whole("workers", each, 1) for each in workers})
         if not self.workers:
             raise ConfigError(f"workers={workers!r} are none to plan for")
+        if self.workers[-1] > MOST:
+            raise ConfigError(f"workers must be at most {MOST:,}, got {self.workers[-1]:,}")
         self.rows = first.rows if rows is None else require_whole("rows", rows, 1)
         self.batch_size = first.batch_size
         if batch_size is not None:

@@ -403,6 +403,7 @@ def test_every_kind_of_plan_can_be_explained(sent: Traffic, place: str | None) -
         ({"workers": []}, "none to plan for"),
         ({"workers": [0]}, "workers must be a whole number >= 1"),
         ({"workers": [2.5]}, "workers must be a whole number"),
+        ({"workers": [1, 10**9]}, "workers must be at most 100,000, got 1,000,000,000"),
         ({"rows": 0}, "rows must be a whole number"),
         ({"batch_size": True}, "batch_size must be a whole number"),
     ],
