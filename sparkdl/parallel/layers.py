@@ -8,7 +8,7 @@ which DTensor lacks a rule.
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -176,41 +176,33 @@ def register_attention() -> None:
     torch has such rules for its kernels on GPUs. Inputs have shape (rows, heads, positions,
     features).
     """
-    aten = torch.ops.aten
-    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)(_attention_forward)
-    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(
-        _attention_backward
-    )
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    register_sharding(forward)(partial(_attention, 3, 2))
+    register_sharding(backward)(partial(_attention, 6, 3))
 
 
-def _lying(tensors: int, where: Placement, mask: Any) -> list[Placement | None]:
-    """Placements of tensors along one dimension of a mesh, and of a mask."""
-    along: list[Placement | None] = [where] * tensors
-    if mask is None:
-        return along
+def _attention(
+    inputs: int, outputs: int, *arguments: Any, attn_mask: Any = None, **_: Any
+) -> list[Rule]:
+    """How tensors lie along a dimension of a mesh: on each rank whole, or by rows, or by heads.
+
+    Args:
+        inputs: how many of the arguments are tensors; numbers follow.
+        outputs: how many tensors are returned.
+        *arguments: of the kernel.
+        attn_mask: its mask, of which each rank has all.
+    """
     # DTensor keeps a rule for later calls whatever their masks, so one that splits them would be
     # taken for others too. This one fails in the kernel then.
-    if any(size > 1 for size in mask.shape[:-2]):
+    if attn_mask is not None and any(size > 1 for size in attn_mask.shape[:-2]):
         raise ConfigError(
-            f"scaled_dot_product_attention: attn_mask of shape {tuple(mask.shape)} differs by row "
-            "or head, which DTensor cannot divide. Take one of shape (positions, positions)"
+            f"scaled_dot_product_attention: attn_mask of shape {tuple(attn_mask.shape)} differs by "
+            "row or head, which DTensor cannot divide. Take one of shape (positions, positions)"
         )
-    return [*along, Replicate()]
-
-
-def _attention_forward(*arguments: Any, attn_mask: Any = None, **_: Any) -> list[Rule]:
-    numbers: list[Placement | None] = [None] * (len(arguments) - 3)
-    rules: list[Rule] = []
-    for where in (Replicate(), Shard(0), Shard(1)):
-        query, key, value, *mask = _lying(3, where, attn_mask)
-        rules.append(([where, where], [query, key, value, *numbers, *mask]))
-    return rules
-
-
-def _attention_backward(*arguments: Any, attn_mask: Any = None, **_: Any) -> list[Rule]:
-    numbers: list[Placement | None] = [None] * (len(arguments) - 6)
-    rules: list[Rule] = []
-    for where in (Replicate(), Shard(0), Shard(1)):
-        given = _lying(6, where, attn_mask)
-        rules.append(([where] * 3, [*given[:6], *numbers, *given[6:]]))
-    return rules
+    numbers: list[Placement | None] = [None] * (len(arguments) - inputs)
+    mask: list[Placement | None] = [] if attn_mask is None else [Replicate()]
+    return [
+        ([where] * outputs, [*[where] * inputs, *numbers, *mask])
+        for where in (Replicate(), Shard(0), Shard(1))
+    ]
