@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
@@ -95,14 +95,8 @@ def run_world(
         )
 
 
-def _threads(
-    job: Job,
-    shards: Sequence[Shard],
-    directory: Path,
-    devices: Sequence[str] | None = None,
-    hosts: Sequence[str] | None = None,
-) -> Launch:
-    places = _places(len(shards), directory, devices, hosts)
+def _threads(job: Job, shards: Sequence[Shard], directory: Path, *where: Any) -> Launch:
+    places = _places(len(shards), directory, *where)
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
@@ -132,8 +126,8 @@ def _threads(
 def _places(
     world_size: int,
     directory: Path,
-    devices: Sequence[str] | None,
-    hosts: Sequence[str] | None,
+    devices: Sequence[str] | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> list[Placement]:
     on = devices or ["cpu"] * world_size
     networks = [Network(host=hosts[rank] if hosts else None) for rank in range(world_size)]
@@ -153,14 +147,8 @@ def _train_in_thread(job: Job, placement: Placement, address: ServiceAddress, sh
             logger.info("attempt %d of rank %d ended: %s", attempt, placement.rank, error)
 
 
-def _processes(
-    job: Job,
-    shards: Sequence[Shard],
-    directory: Path,
-    devices: Sequence[str] | None = None,
-    hosts: Sequence[str] | None = None,
-) -> Launch:
-    places = _places(len(shards), directory, devices, hosts)
+def _processes(job: Job, shards: Sequence[Shard], directory: Path, *where: Any) -> Launch:
+    places = _places(len(shards), directory, *where)
     # Each rank is forked from a process that has imported everything; this one has threads. Arrow
     # imports pandas with its first array, which takes longer than most trainings of a test.
     context = multiprocessing.get_context("forkserver")
