@@ -8,7 +8,7 @@ in the order of ranks. Replies share the link equally.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -29,8 +29,6 @@ from sparkdl.planner.simulation.exchanges import Exchange
 
 FOREVER_S = 1e15
 """A deadline that no simulated worker misses."""
-AT_ONCE = 1024
-"""How many times are drawn together."""
 
 
 @dataclass(slots=True)
@@ -80,8 +78,7 @@ class DriverRun(Actions):
         self._workers = [_Worker() for _ in range(cluster.workers)]
         self._steps = [0, *accumulate(self.windows)]
         self._generator = np.random.default_rng(cluster.seed)
-        self._slowness = cluster.slowness.tolist()
-        self._drawn: dict[int, Iterator[float]] = {}
+        self._slowness = cluster.slowness
         self._finals: int | None = None
         self._sent = self._received = 0.0
         self._own_s = own_s(exchange, cluster)
@@ -177,10 +174,6 @@ class DriverRun(Actions):
         worker.computed, worker.stood = 0.0, arrived - (worker.closed or 0.0)
         self._count(worker)
 
-    def _begin(self, member: Member) -> None:
-        """A worker begins its next window."""
-        self._clock.at(self._begun(member.rank), partial(self._end, member))
-
     def _end(self, member: Member) -> None:
         """What a worker has trained has reached the driver."""
         worker = self._workers[member.rank]
@@ -189,32 +182,30 @@ class DriverRun(Actions):
         worker.closed = self._clock.now - self.cluster.link.latency
         self._close(member)
 
-    def _begun(self, rank: int) -> float:
-        """When what a worker trains next reaches the driver."""
-        worker, latency = self._workers[rank], self.cluster.link.latency
-        arrived = self._clock.now + latency if self._clock.now else 0.0
+    def _begin(self, member: Member) -> None:
+        """A worker has the center, and begins its next window."""
+        rank, latency = member.rank, self.cluster.link.latency
+        worker, arrived = self._workers[rank], self._clock.now + latency * bool(self._clock.now)
         if worker.committed == len(self.windows):
             worker.computed = worker.stood = 0.0
-            return arrived + latency  # it has nothing left to train, and says so
-        steps = self.windows[worker.committed]
-        closed, overlap = arrived, 0
-        if worker.closed is not None:
-            closed, overlap = worker.closed, min(self.exchange.overlap, steps)
-        head, tail = self._draw(rank, overlap), self._draw(rank, steps - overlap)
-        goes_on = max(closed + head, arrived)
-        worker.computed, worker.stood = head + tail, goes_on - closed - head
-        return goes_on + tail + latency
+            ended = arrived  # it has nothing left to train, and says so
+        else:
+            steps = self.windows[worker.committed]
+            closed, overlap = arrived, 0
+            if worker.closed is not None:
+                closed, overlap = worker.closed, min(self.exchange.overlap, steps)
+            head, tail = self._draw(rank, overlap), self._draw(rank, steps - overlap)
+            goes_on = max(closed + head, arrived)
+            worker.computed, worker.stood = head + tail, goes_on - closed - head
+            ended = goes_on + tail
+        self._clock.at(ended + latency, partial(self._end, member))
 
     def _draw(self, rank: int, steps: int) -> float:
         """Seconds of so many steps."""
         if not steps:
             return 0.0
-        seconds = next(self._drawn.get(steps, iter(())), None)
-        if seconds is None:
-            drawn = self.cluster.times.draw(self._generator, steps, AT_ONCE)
-            self._drawn[steps] = iter(drawn.tolist())
-            seconds = next(self._drawn[steps])
-        return seconds * float(self._slowness[rank])
+        (seconds,) = self.cluster.times.draw(self._generator, steps, 1)
+        return float(seconds * self._slowness[rank])
 
     def _close(self, member: Member) -> None:
         """Report the window that a worker has ended."""
