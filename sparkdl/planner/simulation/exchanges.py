@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -209,10 +209,9 @@ def short_name(strategy: Strategy[Any]) -> str:
     """A strategy with its period, and those arguments that are not the defaults."""
     if not is_dataclass(strategy):
         return type(strategy).__name__
-    given = []
-    for each in fields(strategy):
-        made = each.default_factory is not MISSING
-        usual = each.default_factory() if made else each.default  # type: ignore[misc]
-        if each.name == "period" or getattr(strategy, each.name) != usual:
-            given.append(f"{each.name}={getattr(strategy, each.name)!r}")
+    given = [
+        f"{each.name}={getattr(strategy, each.name)!r}"
+        for each in fields(strategy)
+        if each.name == "period" or getattr(strategy, each.name) != each.default
+    ]
     return f"{type(strategy).__name__}({', '.join(given)})"
