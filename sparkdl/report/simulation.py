@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.arguments import as_number, require_positive, require_whole
@@ -15,7 +14,6 @@ from sparkdl.planner.simulation.array_rounds import array_rounds
 from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, fitted
 from sparkdl.planner.simulation.driver_run import DriverRun
 from sparkdl.planner.simulation.exchanges import Exchange, exchange_of, of_traffic
-from sparkdl.report.html import duration, text
 from sparkdl.report.summary import TrainingSummary
 from sparkdl.strategies import (
     SSP,
@@ -62,7 +60,7 @@ def simulate(
     optimizer_state: float | None = None,
     workers_per_host: int = 1,
     seed: int = 0,
-) -> Simulation:
+) -> pd.DataFrame:
     """Simulate an epoch on another cluster, with several strategies.
 
     The averager's own decisions are asked in virtual time, and every transfer takes its share of a
@@ -85,10 +83,20 @@ def simulate(
         workers_per_host: how many share a host, and its link.
         seed: determines everything that is drawn.
 
+    Returns:
+        A row for each strategy, the fastest first: ``seconds`` of an epoch; the parts of the
+        workers' time in which they are ``computing``, ``exchanging`` their own values, and
+        ``waiting`` for each other, for the driver or for its link; ``rounds`` of each worker;
+        ``busiest_bytes`` over the busiest link in its busier direction, and ``driver_bytes`` both
+        ways; ``mean_staleness`` and ``max_staleness``; and the ``part`` of the epoch that was
+        simulated, the rest of which is taken to be the same.
+
     Raises:
         ConfigError: an argument is out of range, the fit has no round or does not tell what a step
             computes, or it is not known what a strategy sends.
     """
+    import pandas as pd
+
     if not isinstance(fit, (TrainingSummary, Profile)):
         raise ConfigError(f"a {type(fit).__name__} is no fit: give model.summary, or its profile")
     profile = fit if isinstance(fit, Profile) else fit.profile
@@ -111,9 +119,8 @@ def simulate(
     if not exchanges:
         raise ConfigError("strategies is empty: name one or more, or None for the usual ones")
     steps = math.ceil(trained / (workers * profile.batch_size))
-    epochs = [simulate_epoch(each, cluster, steps) for each in exchanges]
-    epochs.sort(key=lambda each: each.seconds)
-    return Simulation(profile, cluster, tuple(epochs))
+    found = [simulate_epoch(each, cluster, steps).figures for each in exchanges]
+    return pd.DataFrame(found).set_index("strategy").sort_values("seconds", kind="stable")
 
 
 def simulate_epoch(exchange: Exchange, cluster: Cluster, steps: int) -> Epoch:
@@ -167,50 +174,3 @@ def _state(profile: Profile, copies: float | None) -> dict[str, float]:
         optimizer = parameters * require_positive("optimizer_state", copies, or_zero=True)
     buffers = max(0.0, profile.model_bytes - parameters)
     return {"parameters": parameters, "buffers": buffers, "optimizer": optimizer}
-
-
-@dataclass(frozen=True, repr=False)
-class Simulation:
-    """Epochs of several strategies on one cluster, the fastest first.
-
-    Attributes:
-        profile: of the fit that it starts from.
-        cluster: what was simulated.
-        epochs: of each strategy.
-    """
-
-    profile: Profile
-    cluster: Cluster
-    epochs: tuple[Epoch, ...]
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """One row per strategy.
-
-        The columns are ``seconds`` of an epoch; the parts of the workers' time in which they are
-        ``computing``, ``exchanging`` their own values, and ``waiting`` for each other, for the
-        driver or for its link; ``rounds`` of each worker; ``busiest_bytes`` over the busiest link
-        in its busier direction, and ``driver_bytes`` both ways; ``mean_staleness`` and
-        ``max_staleness``; and the ``part`` of the epoch that was simulated, the rest of which is
-        taken to be the same.
-        """
-        import pandas as pd
-
-        return pd.DataFrame([each.figures for each in self.epochs]).set_index("strategy")
-
-    @property
-    def caption(self) -> str:
-        """What was simulated, and where its figures were taken."""
-        cluster = self.cluster
-        return (
-            f"An epoch of {cluster.workers:,} workers at {cluster.link}, steps of "
-            f"{duration(cluster.times.mean)}; profile of {self.profile.machine}."
-        )
-
-    def __repr__(self) -> str:
-        return f"{self.caption}\n{self.table.to_string(float_format='{:.4g}'.format)}"
-
-    def _repr_html_(self) -> str:
-        return (
-            f"<p>{text(self.caption, 1000)}</p>{self.table.to_html(float_format='{:.4g}'.format)}"
-        )
