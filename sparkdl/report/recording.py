@@ -166,10 +166,6 @@ class Recording:
         """Seconds from beginning to end, or until now."""
         return (time.monotonic() if self._ended is None else self._ended) - self._began
 
-    def lasted(self, seconds: float) -> None:
-        """Take it to have lasted so long, as what was simulated has no clock."""
-        self._ended = self._began + seconds
-
     def window_ratios(self, batch_size: int) -> tuple[NDArray[np.float64], int]:
         """How much the workers' windows have varied.
 
@@ -274,7 +270,7 @@ class Recording:
         for at, rank, why in told["failures"]:
             lost = None if rank is None else range(workers)[rank]
             recording.failures.append(Failure(float(at), lost, str(why)))
-        recording.lasted(float(told["duration_s"]))
+        recording._ended = recording._began + float(told["duration_s"])
         return recording
 
     def _note_times(self, event: WorkerTimes) -> None:
