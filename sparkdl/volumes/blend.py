@@ -53,9 +53,13 @@ def axis_weights(starts: Sequence[int], length: int) -> np.ndarray:
     return np.stack([each / total[place] for place, each in zip(places, weights, strict=True)])
 
 
+AxisWeights = tuple[int, Tensor]
+"""How many voxels at a patch's beginning have no weight along an axis, and the weights after."""
+
+
 def weights_within(
     patches: Patches, axis: int, bounds: tuple[int, int], device: str
-) -> list[Tensor]:
+) -> list[AxisWeights]:
     """The weights of the patches that reach into an interval of an axis.
 
     Args:
@@ -65,14 +69,20 @@ def weights_within(
         device: where they are to be.
 
     Returns:
-        Those of each patch, float32; the same whatever the interval.
+        Of each patch those above 0, float32; the same whatever the interval.
     """
     numbers = patches.reaching(axis, bounds)
     starts, length = patches.starts[axis], patches.kept[axis]
     around = patches.reaching(axis, (starts[numbers[0]], starts[numbers[-1]] + length))
-    weights = torch.from_numpy(axis_weights(starts[around.start : around.stop], length))
-    first = numbers.start - around.start
-    return [*weights[first : first + len(numbers)].float().to(device)]
+    weights = axis_weights(starts[around.start : around.stop], length)
+    first, found = numbers.start - around.start, []
+    for each in weights[first : first + len(numbers)].astype(np.float32):
+        # The logarithms of two bumps differ by ever more from one voxel to the next, so that the
+        # weights above 0 are neighbors.
+        positive = np.flatnonzero(each)
+        low, high = (positive[0], positive[-1] + 1) if len(positive) else (0, 0)
+        found.append((int(low), torch.from_numpy(each[low:high]).to(device)))
+    return found
 
 
 class MovingSum:
@@ -99,7 +109,7 @@ class MovingSum:
         """The position of the first row that has not been taken out."""
         return self._first
 
-    def add(self, values: Tensor, start: Sizes, weights: Sequence[Tensor]) -> None:
+    def add(self, values: Tensor, start: Sizes, weights: Sequence[AxisWeights]) -> None:
         """Add a patch.
 
         Args:
@@ -110,15 +120,15 @@ class MovingSum:
         """
         bounds = ((self._first, self._bounds[0][1]), *self._bounds[1:])
         inside, here, product = [slice(None)], [slice(None)], torch.ones((), device=values.device)
-        for (lower, upper), begin, own in zip(bounds, start, weights, strict=True):
-            low, high = max(lower, begin), min(upper, begin + len(own))
+        for (lower, upper), begin, (skipped, own) in zip(bounds, start, weights, strict=True):
+            first = begin + skipped
+            low, high = max(lower, first), min(upper, first + len(own))
             if low >= high:
                 return
             inside.append(slice(low - begin, high - begin))
             here.append(slice(low - lower, high - lower))
-            product = product[..., None] * own[low - begin : high - begin]
-        weighted = values[tuple(inside)] * product
-        self._sums[tuple(here)] += weighted.masked_fill_(product == 0, 0)
+            product = product[..., None] * own[low - first : high - first]
+        self._sums[tuple(here)].addcmul_(values[tuple(inside)], product)
 
     def take(self, upto: int) -> Tensor:
         """The rows before a position, shape (channels, rows, ...); they are taken out."""

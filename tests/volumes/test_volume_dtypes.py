@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensorstore import bfloat16
 from test_volume_stores import stored
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from volume_case import bump
 
 from sparkdl.errors import DataError
@@ -187,12 +188,13 @@ def test_a_patch_has_the_same_weights_whatever_the_interval(
     numbers = patches.reaching(0, bounds)
     everywhere = weights_within(patches, 0, (0, 100), "cpu")[numbers.start : numbers.stop]
     for found, wanted in zip(weights_within(patches, 0, bounds, "cpu"), everywhere, strict=True):
-        assert torch.equal(found, wanted)
+        assert found[0] == wanted[0]
+        assert torch.equal(found[1], wanted[1])
 
 
 def test_a_moving_sum_gives_out_rows_once_and_forgets_them() -> None:
     sums = MovingSum(1, ((0, 6), (0, 2)), 4, "cpu")
-    ones = [torch.ones(3), torch.ones(2)]
+    ones = [(0, torch.ones(3)), (0, torch.ones(2))]
     sums.add(torch.full((1, 3, 2), 1.0), (0, 0), ones)
     sums.add(torch.full((1, 3, 2), 2.0), (1, 0), ones)
     assert sums.take(2)[0, :, 0].tolist() == [1.0, 3.0]
@@ -200,3 +202,24 @@ def test_a_moving_sum_gives_out_rows_once_and_forgets_them() -> None:
     rest = sums.take(6)[0]
     assert rest[:, 0].tolist() == [3.0, 6.0, 4.0, 4.0]
     assert rest[:, 1].tolist() == [3.0, 2.0, 0.0, 0.0]
+
+
+def test_adding_a_patch_makes_no_copy_of_it() -> None:
+    """A copy took seven times as long as the sum itself."""
+
+    class Made(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in there:
+                self.largest = max(self.largest, found.numel())
+            return found
+
+    sums = MovingSum(4, ((0, 6), (0, 8)), 6, "cpu")
+    values, weights = torch.ones(4, 6, 8), [(0, torch.ones(6)), (0, torch.ones(8))]
+    there = {each.untyped_storage().data_ptr() for each in (values, sums._sums)}
+    with Made() as made:
+        sums.add(values, (0, 0), weights)
+    assert made.largest == 6 * 8
+    assert torch.equal(sums.take(6), values)

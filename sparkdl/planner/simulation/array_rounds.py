@@ -82,7 +82,9 @@ def own_s(exchange: Exchange, cluster: Cluster) -> float:
     """Seconds of an exchange in which a worker's own values are on their way."""
     if exchange.way == "group":
         parts, workers = exchange.buckets, cluster.workers
-        return parts * around_s(exchange.up / parts, cluster.link, workers, gathers=exchange.gathers)
+        return parts * around_s(
+            exchange.up / parts, cluster.link, workers, gathers=exchange.gathers
+        )
     passing_s = (exchange.up + exchange.down) / cluster.link.bandwidth
     return passing_s + 2 * cluster.link.latency
 

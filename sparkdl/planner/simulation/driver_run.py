@@ -69,9 +69,7 @@ class DriverRun(Actions):
         self.epoch = Epoch(strategy=exchange.name, rounds=len(self.windows))
         self.steps = [0] * cluster.workers
         self._coordinator = Coordinator(
-            RunSpec(
-                world_size=cluster.workers, deadline_s=FOREVER_S, policy=exchange.policy()
-            ),
+            RunSpec(world_size=cluster.workers, deadline_s=FOREVER_S, policy=exchange.policy()),
             0.0,
         )
         self._members = [Member(rank, "host") for rank in range(cluster.workers)]
