@@ -163,13 +163,14 @@ def _lists(values: np.ndarray, lengths: np.ndarray, nulls: np.ndarray | None) ->
 
 
 def _merged(lists: pa.Array, rest: pa.Array) -> pa.Array:
-    """The lists, and the rest where there is none."""
+    """The lists, and the rest where there is none; of one type, whatever a record batch holds."""
     if not lists.null_count:
         return lists
+    rest = rest.cast(lists.type)
     if lists.null_count == len(lists):
         return rest
     elsewhere = lists.is_null().to_numpy(zero_copy_only=False)
-    both = pa.concat_arrays([lists, rest.cast(lists.type)])
+    both = pa.concat_arrays([lists, rest])
     return both.take(pa.array(np.arange(len(lists)) + elsewhere * len(lists)))
 
 

@@ -116,8 +116,11 @@ def test_lists_come_from_where_they_are(in_bytes: list[Any], rest: list[Any]) ->
     batch = pa.record_batch(
         [
             pa.array([unsafe_array(row, "double") for row in in_bytes], pa.binary()),
-            pa.array(rest, pa.list_(pa.float64())),
+            # As of a constant array, which Spark says has no nulls within.
+            pa.array(rest, pa.list_(pa.field("element", pa.float64(), nullable=False))),
         ],
         names=names,
     )
-    assert unpacked(batch).to_pydict() == {"c0": [[1.0], [2.0, 3.0], None]}
+    (lists,) = unpacked(batch)
+    assert lists.to_pylist() == [[1.0], [2.0, 3.0], None]
+    assert lists.type == pa.list_(pa.float64())  # of each batch: a rank is fed one stream of them
