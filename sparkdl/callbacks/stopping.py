@@ -32,129 +32,113 @@ HOLD_OUT = (
 )
 
 
-def require_metric(metric: object, mode: object) -> None:
-    """Check arguments that say what to follow.
+class _Following(Callback):
+    """Compares epochs by a loss or a metric.
 
-    Raises:
-        ConfigError: ``metric`` is not a name, or ``mode`` is neither of the two, or wrong for a
-            loss.
-    """
-    if not isinstance(metric, str) or not metric:
-        raise ConfigError(
-            f"metric must be {' or '.join(LOSSES)}, or the name of a metric, got {metric!r}"
-        )
-    if mode is not None and mode not in get_args(Mode):
-        raise ConfigError(f"mode must be 'min', 'max' or None, got {mode!r}")
-    if metric in LOSSES and mode == "max":
-        raise ConfigError(f"mode='max' would look for the largest {metric}: leave mode out")
-
-
-def require_measured(
-    name: str, metric: str, mode: Mode | None, training: Training, statistics: DataStatistics
-) -> None:
-    """Check that what a callback follows will be known, and which values of it are better.
-
-    Args:
-        name: of the callback.
-        metric: what it follows.
-        mode: which values are better, if that was specified.
-        training: the fit.
-        statistics: what the workers found in their rows.
-
-    Raises:
-        ConfigError: one of the two will not be known.
-    """
-    if metric == "validation_loss" and not statistics.held_out:
-        raise ConfigError(f"{name} follows the loss on held-out rows, but {HOLD_OUT}")
-    if metric in LOSSES:
-        return
-    if metric not in training.metrics:
-        measured = ", ".join((*LOSSES, *training.metrics))
-        raise ConfigError(
-            f"{name} follows '{metric}', which is not measured; there are {measured}. Add it: "
-            f"metrics={{'{metric}': ...}}"
-        )
-    higher = training.metrics[metric]
-    if mode is None and higher is None:
-        raise ConfigError(
-            f"{name} follows '{metric}', which does not say whether a larger value is better: set "
-            "mode='max' or mode='min'"
-        )
-    if mode is not None and higher is not None and higher != (mode == "max"):
-        raise ConfigError(
-            f"{name} has mode='{mode}', but a {'larger' if higher else 'smaller'} '{metric}' is "
-            "better: leave mode out"
-        )
-
-
-def value_of(summary: EpochSummary, metric: str) -> float:
-    """The value that an epoch reached.
-
-    Raises:
-        ConfigError: it is not known, or not a number.
-    """
-    if metric not in LOSSES:
-        return _metric_of(summary, metric)
-    value = summary.validation_loss if metric == "validation_loss" else summary.loss
-    if value is None:
-        raise ConfigError(f"epoch {summary.epoch} has no loss on held-out rows, because {HOLD_OUT}")
-    return value
-
-
-def _metric_of(summary: EpochSummary, metric: str) -> float:
-    if metric not in summary.metrics:
-        raise ConfigError(
-            f"epoch {summary.epoch} has no '{metric}': it was trained without that metric, before "
-            "the checkpoint that the fit resumes from. Start over (resume='never'), or follow one "
-            "that was measured"
-        )
-    value = summary.metrics[metric]
-    if not isinstance(value, (int, float)):
-        raise ConfigError(
-            f"'{metric}' came to {value!r:.80} in epoch {summary.epoch}; only a metric with a "
-            "single value can be followed, for example one with average='macro'"
-        )
-    return value
-
-
-def best_epoch(
-    training: Training, metric: str, mode: Mode | None = None, min_delta: float = 0.0
-) -> EpochSummary | None:
-    """The epoch of the last improvement; None before the first. NaN is never one.
-
-    Args:
-        training: the fit, with the epochs that have ended.
-        metric: what to compare epochs by.
+    Attributes:
+        metric: which one.
         mode: which values are better; None for what the metric says.
         min_delta: by how much an epoch must be better than the best one before it.
     """
-    best, lowest = None, math.inf
-    sign = -1.0 if is_better_larger(training, metric, mode) else 1.0
-    for summary in training.history:
-        value = sign * value_of(summary, metric)
-        value = math.inf if math.isnan(value) else value
-        if best is None or value < lowest - min_delta:
-            best, lowest = summary, value
-    return best
 
+    metric: str
+    mode: Mode | None
+    min_delta: float = 0.0
 
-def is_better_larger(training: Training, metric: str, mode: Mode | None) -> bool:
-    """Whether a larger value is better."""
-    return mode == "max" if mode is not None else bool(training.metrics.get(metric))
+    def __post_init__(self) -> None:
+        metric, mode = self.metric, self.mode
+        if not isinstance(metric, str) or not metric:
+            raise ConfigError(
+                f"metric must be {' or '.join(LOSSES)}, or the name of a metric, got {metric!r}"
+            )
+        if mode is not None and mode not in get_args(Mode):
+            raise ConfigError(f"mode must be 'min', 'max' or None, got {mode!r}")
+        if metric in LOSSES and mode == "max":
+            raise ConfigError(f"mode='max' would look for the largest {metric}: leave mode out")
 
+    def _require_measured(self, training: Training, statistics: DataStatistics) -> None:
+        """Check that what is followed will be known, and which values of it are better.
 
-def warn_if_lost(training: Training, best: EpochSummary | None) -> None:
-    """Warn if the best epoch's model is not in the checkpoint that the fit resumes from."""
-    if best is not None and (training.kept_epoch or 0) < best.epoch:
-        logger.warning(
-            "epoch %d was the best before the checkpoint, but its model was not kept: the fit "
-            "returns that of a better epoch, or of the last",
-            best.epoch,
-        )
+        Raises:
+            ConfigError: one of the two will not be known.
+        """
+        name, metric, mode = type(self).__name__, self.metric, self.mode
+        if metric == "validation_loss" and not statistics.held_out:
+            raise ConfigError(f"{name} follows the loss on held-out rows, but {HOLD_OUT}")
+        if metric in LOSSES:
+            return
+        if metric not in training.metrics:
+            measured = ", ".join((*LOSSES, *training.metrics))
+            raise ConfigError(
+                f"{name} follows '{metric}', which is not measured; there are {measured}. Add it: "
+                f"metrics={{'{metric}': ...}}"
+            )
+        higher = training.metrics[metric]
+        if mode is None and higher is None:
+            raise ConfigError(
+                f"{name} follows '{metric}', which does not say whether a larger value is better: "
+                "set mode='max' or mode='min'"
+            )
+        if mode is not None and higher is not None and higher != (mode == "max"):
+            raise ConfigError(
+                f"{name} has mode='{mode}', but a {'larger' if higher else 'smaller'} '{metric}' "
+                "is better: leave mode out"
+            )
+
+    def _value(self, summary: EpochSummary) -> float:
+        """The value that an epoch reached.
+
+        Raises:
+            ConfigError: it is not known, or not a number.
+        """
+        metric, epoch = self.metric, summary.epoch
+        if metric == "loss":
+            return summary.loss
+        if metric == "validation_loss":
+            if summary.validation_loss is None:
+                raise ConfigError(f"epoch {epoch} has no loss on held-out rows, because {HOLD_OUT}")
+            return summary.validation_loss
+        if metric not in summary.metrics:
+            raise ConfigError(
+                f"epoch {epoch} has no '{metric}': it was trained without that metric, before the "
+                "checkpoint that the fit resumes from. Start over (resume='never'), or follow one "
+                "that was measured"
+            )
+        value = summary.metrics[metric]
+        if not isinstance(value, (int, float)):
+            raise ConfigError(
+                f"'{metric}' came to {value!r:.80} in epoch {epoch}; only a metric with a single "
+                "value can be followed, for example one with average='macro'"
+            )
+        return value
+
+    def _prefers_larger(self, training: Training) -> bool:
+        return self.mode == "max" if self.mode else bool(training.metrics.get(self.metric))
+
+    def _best(self, training: Training) -> EpochSummary | None:
+        """The epoch of the last improvement; None before the first. NaN is never one."""
+        best, lowest = None, math.inf
+        sign = -1.0 if self._prefers_larger(training) else 1.0
+        for summary in training.history:
+            value = sign * self._value(summary)
+            value = math.inf if math.isnan(value) else value
+            if best is None or value < lowest - self.min_delta:
+                best, lowest = summary, value
+        return best
+
+    def _warn_if_lost(self, training: Training) -> None:
+        """Warn if the best epoch's model is not in the checkpoint that the fit resumes from."""
+        best = self._best(training)
+        if best is not None and (training.kept_epoch or 0) < best.epoch:
+            logger.warning(
+                "epoch %d was the best before the checkpoint, but its model was not kept: the fit "
+                "returns that of a better epoch, or of the last",
+                best.epoch,
+            )
 
 
 @dataclass(frozen=True)
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(_Following):
     """Have the fit return the model of the best epoch, and train all epochs.
 
     The best model so far is part of each checkpoint (``checkpointPath``), so that a fit that
@@ -172,22 +156,19 @@ class ModelCheckpoint(Callback):
     metric: str = "validation_loss"
     mode: Mode | None = None
 
-    def __post_init__(self) -> None:
-        require_metric(self.metric, self.mode)
-
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Check that what is followed will be known."""
-        require_measured(type(self).__name__, self.metric, self.mode, training, statistics)
-        warn_if_lost(training, best_epoch(training, self.metric, self.mode))
+        self._require_measured(training, statistics)
+        self._warn_if_lost(training)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Keep the model if it is the best."""
-        if best_epoch(training, self.metric, self.mode) is summary:
+        if self._best(training) is summary:
             training.keep_model()
 
 
 @dataclass(frozen=True)
-class EarlyStopping(Callback):
+class EarlyStopping(_Following):
     """End the training when a loss or a metric has not improved for some epochs.
 
     It decides by the history alone, so that a fit that resumes from a checkpoint stops where it
@@ -213,7 +194,7 @@ class EarlyStopping(Callback):
 
     def __post_init__(self) -> None:
         convert_numbers(self)
-        require_metric(self.metric, self.mode)
+        super().__post_init__()
         if type(self.patience) is not int or self.patience < 1:
             raise ConfigError(
                 f"patience must be a whole number of epochs >= 1, got {self.patience!r}"
@@ -226,9 +207,9 @@ class EarlyStopping(Callback):
 
     def on_start(self, training: Training, statistics: DataStatistics) -> None:
         """Check the epochs before a checkpoint, which may have been enough."""
-        require_measured(type(self).__name__, self.metric, self.mode, training, statistics)
+        self._require_measured(training, statistics)
         if self.restore_best:
-            warn_if_lost(training, self._best(training))
+            self._warn_if_lost(training)
         self._stop_if_due(training)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
@@ -241,14 +222,11 @@ class EarlyStopping(Callback):
         best = self._best(training)
         if best is None or training.history[-1].epoch - best.epoch < self.patience:
             return
-        larger = is_better_larger(training, self.metric, self.mode)
+        direction = "risen above" if self._prefers_larger(training) else "fallen below"
         training.stop(
-            f"{self.metric} has not {'risen above' if larger else 'fallen below'} "
-            f"{value_of(best, self.metric):.6g} (epoch {best.epoch}) for {self.patience} epochs"
+            f"{self.metric} has not {direction} {self._value(best):.6g} (epoch {best.epoch}) for "
+            f"{self.patience} epochs"
         )
-
-    def _best(self, training: Training) -> EpochSummary | None:
-        return best_epoch(training, self.metric, self.mode, self.min_delta)
 
 
 @dataclass(frozen=True)
