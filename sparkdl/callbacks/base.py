@@ -11,6 +11,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
@@ -39,6 +40,7 @@ QUICK_S = 1.0
 """An observer whose error took longer than this many seconds is not tried again before the end."""
 
 
+@dataclass(eq=False, repr=False)
 class Training:
     """A fit in progress, as callbacks see it.
 
@@ -66,33 +68,21 @@ class Training:
             the fit fails.
     """
 
-    def __init__(
-        self,
-        epochs: int,
-        history: Sequence[EpochSummary] = (),
-        kept_epoch: int | None = None,
-        metrics: Mapping[str, bool | None] | None = None,
-        *,
-        recording: Recording | None = None,
-        step: int = 0,
-        resumed: bool = False,
-        identity: str | None = None,
-        features_as_kwargs: bool = False,
-    ) -> None:
-        self.epochs = epochs
-        self.history = list(history)
-        self.recording = recording or Recording(1, history=history)
-        self.step = step
-        self.resumed = resumed
-        self.identity = identity
-        self.schema: FeedSchema | None = None
-        self.features_as_kwargs = features_as_kwargs
-        self.kept: dict[Callback, Any] = {}
-        self.model: nn.Module | None = None
-        self.stopped: str | None = None
-        self.kept_epoch = kept_epoch
-        self.metrics = dict(metrics or {})
-        self.began = time.monotonic()
+    epochs: int
+    history: list[EpochSummary] = field(default_factory=list)
+    kept_epoch: int | None = None
+    metrics: Mapping[str, bool | None] = field(default_factory=dict)
+    _: KW_ONLY
+    recording: Recording = field(default_factory=lambda: Recording(1))
+    step: int = 0
+    resumed: bool = False
+    identity: str | None = None
+    features_as_kwargs: bool = False
+    stopped: str | None = field(default=None, init=False)
+    schema: FeedSchema | None = field(default=None, init=False)
+    kept: dict[Callback, Any] = field(default_factory=dict, init=False)
+    model: nn.Module | None = field(default=None, init=False)
+    began: float = field(default_factory=time.monotonic, init=False)
 
     def stop(self, reason: str) -> None:
         """End the training as soon as the callback returns; the fit returns the model so far.

@@ -254,16 +254,13 @@ class TimeBudget(Callback):
 
     def on_tick(self, training: Training) -> None:
         """Check the clock, even during a long round."""
-        self._look(training)
+        if time.monotonic() >= training.began + self.seconds:
+            training.stop(f"its time budget of {self.seconds:g} s is used up")
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
         """Check the clock."""
-        self._look(training)
+        self.on_tick(training)
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
         """Check the clock, even if an epoch has no rounds."""
-        self._look(training)
-
-    def _look(self, training: Training) -> None:
-        if time.monotonic() >= training.began + self.seconds:
-            training.stop(f"its time budget of {self.seconds:g} s is used up")
+        self.on_tick(training)

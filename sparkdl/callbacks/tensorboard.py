@@ -141,18 +141,15 @@ class TrainingReport(Callback):
 
     def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
         """Rewrite it if the last one is old."""
-        self._write_if_due(training)
-
-    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Rewrite it if the last one is old."""
-        self._write_if_due(training)
-
-    def on_end(self, training: Training, error: BaseException | None) -> None:
-        """Write the final version."""
-        save_report(training.recording, self.path)
-
-    def _write_if_due(self, training: Training) -> None:
         now = time.monotonic()
         if now - training.kept.get(self, training.began) >= EVERY_S:
             training.kept[self] = now
             save_report(training.recording, self.path)
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        """Rewrite it if the last one is old."""
+        self.on_round(training, ())
+
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        """Write the final version."""
+        save_report(training.recording, self.path)

@@ -230,7 +230,7 @@ def training_of(
     recording = Recording(world_size, history=history)
     return Training(
         job.epochs,
-        history,
+        list(history),
         kept_epoch,
         metrics,
         recording=recording,
