@@ -15,14 +15,9 @@ from typing import Any, NamedTuple
 
 from pyspark.sql import SparkSession
 
-from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
+from sparkdl.errors import CheckpointError, SparkDLError
 from sparkdl.jobs import logs
-from sparkdl.jobs.configuration.grammar import (
-    JobName,
-    Settings,
-    read_settings,
-    result_file_of,
-)
+from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
 from sparkdl.jobs.locations import locate, spark_path
 from sparkdl.jobs.output import Output, Run
 from sparkdl.jobs.result import (
@@ -78,18 +73,19 @@ def run_command(
     Returns:
         The exit code; see ``Exit``.
     """
-    began = datetime.now(timezone.utc)
+    began, said = datetime.now(timezone.utc), dict[str, Any]()
     try:
-        settings = read_settings(job, arguments)
-    except SystemExit as error:
-        if error.code:
-            refused = ConfigError(str(error))
-            _leave_refusal(job, result_file_of(arguments), began, Exit.CONFIGURATION, refused)
-        raise
+        settings = read_settings(job, arguments, said)
     except SparkDLError as error:
-        code = exit_of(error)
-        _leave_refusal(job, result_file_of(arguments), began, code, error)
-        print(f"{job}.py: {without_credentials(str(error))}", file=sys.stderr)
+        code, why = exit_of(error), without_credentials(str(error))
+        print(f"{job}.py: error: {why}\n{job}.py --help lists every key", file=sys.stderr)
+        path = said.get("result_file")
+        if path and isinstance(path, str):  # lest an earlier attempt's be taken for this one's
+            told = failure(job, None, code, error, without_credentials)
+            try:
+                write_result(path, told | circumstances(began, None))
+            except CheckpointError as unwritten:
+                print(f"{job}.py: {unwritten}", file=sys.stderr)
         return int(code)
     context = {"job": job} | ({"run_id": settings.run_id} if settings.run_id else {})
     logs.configure(settings.log_format, settings.log_level, context)
@@ -126,19 +122,6 @@ def _print(words: str) -> None:
         logger.warning("standard output cannot be written to (%s); it was to get: %s", error, words)
         # Python's exit code would be 120 if it could not write this then either.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-
-
-def _leave_refusal(
-    job: JobName, path: str | None, began: datetime, code: Exit, error: BaseException
-) -> None:
-    """Keep an earlier attempt's result file from being taken for that of this refused one."""
-    if path is None:
-        return
-    try:
-        said = failure(job, None, code, error, without_credentials)
-        write_result(path, said | circumstances(began, None))
-    except CheckpointError as unwritten:
-        print(f"{job}.py: {unwritten}", file=sys.stderr)
 
 
 def _run(

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 import textwrap
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -179,45 +178,35 @@ class Settings:
         return stage
 
 
-def read_settings(job: JobName, command_line: list[str] | None = None) -> Settings:
+def read_settings(
+    job: JobName, command_line: list[str] | None = None, said: dict[str, Any] | None = None
+) -> Settings:
     """Read the command line and the files that it names, and build what needs no session.
 
     Args:
         job: the job.
         command_line: None for this process's own.
+        said: where what it says is added, unchecked, whatever is wrong with it.
 
     Raises:
-        SystemExit: something is wrong, and was reported; or, with code 0, after --help and
-            --print_config.
+        ConfigError: something is wrong.
+        SystemExit: with code 0, after --help and --print_config.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    said: dict[str, Any] = {}
+    said = {} if said is None else said
     plain: dict[str, Any] = {}
     try:
         flags = _read_command_line(command_line, said)
         plain |= json.loads(json.dumps(said))
         settings = None if "help" in flags else _checked(job, said)
     except (ConfigError, ValueError, TypeError) as error:
-        message = without_secrets(str(error), plain)
-        print(f"{job}.py: error: {message}\n{job}.py --help lists every key", file=sys.stderr)
-        refused = SystemExit(message)
-        refused.code = 2
-        raise refused from error
+        raise ConfigError(without_secrets(str(error), plain)) from error
     if settings is None or "print_config" in flags:
         print(help_of(job) if settings is None else yaml.safe_dump(plain, sort_keys=False))
         raise SystemExit(0)
     settings.said = plain
     return settings
-
-
-def result_file_of(command_line: list[str] | None) -> str | None:
-    """The result file that a refused command line names, itself or in a readable file."""
-    said: dict[str, Any] = {}
-    with suppress(ConfigError):
-        _read_command_line(command_line, said)
-    path = said.get("result_file")
-    return str(path) if path and isinstance(path, str) else None
 
 
 def help_of(job: JobName) -> str:
