@@ -23,6 +23,7 @@ class Source(abc.ABC):
         """
 
 
+@dataclass
 class Files(Source):
     """Files of any format that Spark reads.
 
@@ -34,26 +35,20 @@ class Files(Source):
             own.
     """
 
-    def __init__(
-        self,
-        path: str | list[str],
-        format: str = "parquet",
-        options: dict[str, str] | None = None,
-        schema: str | None = None,
-    ) -> None:
-        self.path = path
-        self.format = format
-        self.options = options or {}
-        self.schema = schema
+    path: str | list[str]
+    format: str = "parquet"
+    options: dict[str, str] | None = None
+    schema: str | None = None
 
     def read(self, spark: SparkSession) -> DataFrame:
         """Called by the job."""
-        reader = spark.read.format(self.format).options(**self.options)
+        reader = spark.read.format(self.format).options(**(self.options or {}))
         if self.schema is not None:
             reader = reader.schema(self.schema)
         return reader.load(self.path)
 
 
+@dataclass
 class Table(Source):
     """A table of the session's catalog.
 
@@ -61,14 +56,14 @@ class Table(Source):
         name: ``table``, ``schema.table`` or ``catalog.schema.table``.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def read(self, spark: SparkSession) -> DataFrame:
         """Called by the job."""
         return spark.read.table(self.name)
 
 
+@dataclass
 class Query(Source):
     """What a query returns.
 
@@ -76,8 +71,7 @@ class Query(Source):
         sql: the query.
     """
 
-    def __init__(self, sql: str) -> None:
-        self.sql = sql
+    sql: str
 
     def read(self, spark: SparkSession) -> DataFrame:
         """Called by the job."""
