@@ -32,15 +32,12 @@ def evaluate(context: JobContext) -> JobOutput:
     """
     settings = context.settings
     model = load_model(str(settings.model), settings.trust or (), context.spark)
-    rows = settings.rows.read(settings.source, context.spark)
-    started = time.perf_counter()
-    try:
+    with settings.rows.read(settings.source, context.spark) as rows:
+        started = time.perf_counter()
         test = settings.rows.where(rows, settings.rows.test)
         evaluators = settings.build("evaluators", settings.evaluators)
         require_rows(test, settings.rows.test)
         score = measure("model", model.transform(test), evaluators, started)
-    finally:
-        rows.unpersist()
     logs.say(f"evaluated {settings.model}", started, **score.metrics)
     width = max(map(len, score.metrics))
     words = "\n".join(f"{name:<{width}}  {value:.4f}" for name, value in score.metrics.items())

@@ -31,13 +31,10 @@ def predict(context: JobContext) -> JobOutput:
     """
     settings = context.settings
     model = load_model(str(settings.model), settings.trust or (), context.spark)
-    rows = settings.rows.read(settings.source, context.spark)
-    started = time.perf_counter()
-    try:
+    with settings.rows.read(settings.source, context.spark) as rows:
+        started = time.perf_counter()
         wanted = settings.rows.where(rows, settings.rows.predict)
         many = _write(model.transform(wanted), settings.write, context.target)
-    finally:
-        rows.unpersist()
     location = locate(context.target)
     there = location.files.get_file_info(fs.FileSelector(location.path, allow_not_found=True))
     if many and not any(_is_data(info.base_name) for info in there):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pyspark.sql import DataFrame, SparkSession
@@ -98,13 +100,17 @@ class Rows:
     predict: str | None = None
     persist: bool = False
 
-    def read(self, source: Source, spark: SparkSession) -> DataFrame:
-        """All rows, with the requested columns."""
+    @contextmanager
+    def read(self, source: Source, spark: SparkSession) -> Iterator[DataFrame]:
+        """All rows, with the requested columns; kept by executors within the context at most."""
         rows = source.read(spark)
         require_frame(rows, f"what {type(source).__name__}.read returns")
         if self.select is not None:
             rows = rows.selectExpr(*self.select)
-        return rows.persist() if self.persist else rows
+        try:
+            yield rows.persist() if self.persist else rows
+        finally:
+            rows.unpersist()
 
     @staticmethod
     def where(rows: DataFrame, condition: str | None) -> DataFrame:

@@ -38,8 +38,7 @@ def train(context: JobContext) -> JobOutput:
         DataError: there are no rows to measure on.
     """
     settings = context.settings
-    rows = settings.rows.read(settings.source, context.spark)
-    try:
+    with settings.rows.read(settings.source, context.spark) as rows:
         learn = settings.rows.where(rows, settings.rows.train)
         test = settings.rows.where(rows, settings.rows.test)
         evaluators = settings.build("evaluators", settings.evaluators or {})
@@ -54,8 +53,6 @@ def train(context: JobContext) -> JobOutput:
             model, score = _score(name, whole, learn, test, evaluators)
             scores.append(score)
         model.write().save(context.target)
-    finally:
-        rows.unpersist()
     fitted = torch_model(model)
     history = fitted.history
     larger = {name: bool(one.isLargerBetter()) for name, one in evaluators.items()}
