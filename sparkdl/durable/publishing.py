@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sparkdl.durable.local_files import Files, LocalFiles, delete, exists, synchronize
+from sparkdl.redaction import shown
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def replace_directory(files: Files, new: str, target: str) -> None:
     try:
         delete(files, old)
     except OSError as error:
-        logger.warning("%s could not be deleted: %s", old, error)
+        logger.warning("%s could not be deleted: %s", shown(old), error)
 
 
 def whole_directory(target: Path) -> Path:

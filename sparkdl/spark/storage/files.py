@@ -21,7 +21,8 @@ from urllib.parse import urlparse
 import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.durable.publishing import ASIDE, put_directory, whole_directory
+from sparkdl.durable.local_files import delete, exists
+from sparkdl.durable.publishing import ASIDE, put_directory, replace_directory, whole_directory
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import shown, without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
@@ -98,26 +99,19 @@ def _fetch_from_hadoop(target: str, copied: Path) -> None:
 def _publish_to_hadoop(directory: Path, target: str, overwrite: bool) -> None:
     """Like ``put_directory``, with Hadoop's operations."""
     old, new = target + ASIDE, f"{target}.{uuid.uuid4().hex[:8]}"
-    with java_errors():
-        fs, path = hadoop_files(target)
-        if not overwrite and (fs.exists(path(target)) or fs.exists(path(old))):
-            raise _exists(target)
-        try:
-            fs.copyFromLocalFile(path(_hadoop_path(directory)), path(new))
-            if fs.exists(path(target)):
-                fs.delete(path(old), True)
-                _rename(fs, path, target, old)
-            _rename(fs, path, new, target)
-        except BaseException:
-            if fs.exists(path(old)) and not fs.exists(path(target)):
-                fs.rename(path(old), path(target))
-            fs.delete(path(new), True)
-            raise
+    files, _ = open_hadoop(target)
+    if not overwrite and (exists(files, target) or exists(files, old)):
+        raise _exists(target)
     try:
         with java_errors():
-            fs.delete(path(old), True)
-    except OSError as error:
-        logger.warning("%s could not be deleted: %s", shown(old), error)
+            hadoop, path = hadoop_files(target)
+            hadoop.copyFromLocalFile(path(_hadoop_path(directory)), path(new))
+        replace_directory(files, new, target)
+    except BaseException:
+        if exists(files, old) and not exists(files, target):
+            files.move(old, target)
+        delete(files, new)
+        raise
 
 
 def _rename(fs: Any, path: Any, source: str, target: str) -> None:
