@@ -182,28 +182,23 @@ class Callback(Hooks):
         """
 
 
+@dataclass(eq=False, repr=False)
 class Calls:
     """Calls every callback of one fit when something happens.
 
-    Args:
+    Attributes:
         callbacks: in the order in which they are called.
         training: what they see.
         clock: the time in seconds.
     """
 
-    def __init__(
-        self,
-        callbacks: Sequence[Callback],
-        training: Training,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._callbacks = callbacks
-        self.training = training
-        self._clock = clock
-        self._started = False
-        # Observers that have failed, and those among them that are left out until the end.
-        self._failing: set[int] = set()
-        self._left_out: set[int] = set()
+    callbacks: Sequence[Callback]
+    training: Training
+    clock: Callable[[], float] = time.monotonic
+    _started: bool = field(default=False, init=False)
+    # Observers that have failed, and those among them that are left out until the end.
+    _failing: set[int] = field(default_factory=set, init=False)
+    _left_out: set[int] = field(default_factory=set, init=False)
 
     def __call__(self, event: RunEvent) -> None:
         """Tell the callbacks what has happened, if it concerns them.
@@ -243,7 +238,7 @@ class Calls:
             CallbackError: the fit succeeded, and a callback failed; the first of several.
         """
         failures: list[SparkDLError] = []
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             try:
                 self._call(callback, "on_end", lambda each: each.on_end(self.training, error))
             except SparkDLError as failed:
@@ -261,18 +256,18 @@ class Calls:
         self._each("on_worker_lost", lambda each: each.on_worker_lost(self.training, rank, why))
 
     def _each(self, hook: str, call: Callable[[Callback], None]) -> None:
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             self._call(callback, hook, call)
 
     def _call(self, callback: Callback, hook: str, call: Callable[[Callback], None]) -> None:
         if id(callback) in self._left_out and hook != "on_end":
             return
-        began = self._clock()
+        began = self.clock()
         try:
             call(callback)
         except Exception as error:  # the user's code may raise anything
             if callback.observer and hook != "on_start":
-                self._warn(callback, hook, error, self._clock() - began)
+                self._warn(callback, hook, error, self.clock() - began)
                 return
             if isinstance(error, SparkDLError):
                 raise

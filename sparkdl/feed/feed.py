@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -69,6 +69,7 @@ class FeedOptions:
         return bool(every) and (epoch - 1) % every == 0
 
 
+@dataclass(eq=False, repr=False)
 class Feed:
     """A worker's rows, epoch after epoch; a context manager that removes the store at the end.
 
@@ -77,7 +78,7 @@ class Feed:
     Reading them first costs one pass at the speed of Spark's own transfer, where checking them in
     a pass of its own would cost the upstream computation a second time.
 
-    Args:
+    Attributes:
         schema: what the columns become.
         batch_size: rows per minibatch; the last of an epoch may have fewer.
         seed: seed of the job; each (seed, epoch, rank) has its own permutation.
@@ -87,38 +88,30 @@ class Feed:
         options: the rest.
     """
 
-    def __init__(
-        self,
-        schema: FeedSchema,
-        *,
-        batch_size: int,
-        seed: int,
-        rank: int,
-        directory: Path,
-        device: torch.device | str = "cpu",
-        options: FeedOptions | None = None,
-    ) -> None:
-        self._schema = schema
-        self._batch_size = batch_size
-        self._seed = seed
-        self._rank = rank
-        self._directory = directory
-        self._options = options or FeedOptions()
-        self._training = self._new_store()
-        self._held_out = self._new_store()
+    schema: FeedSchema
+    _: KW_ONLY
+    batch_size: int
+    seed: int
+    rank: int
+    directory: Path
+    device: torch.device | str = "cpu"
+    options: FeedOptions = field(default_factory=FeedOptions)
+
+    def __post_init__(self) -> None:
+        self._training, self._held_out = self._new_store(), self._new_store()
         self._reading = Reading(
-            schema,
-            rank,
+            self.schema,
+            self.rank,
             self._training,
             self._held_out,
-            skip_invalid=self._options.skip_invalid,
-            by_partition=self._options.exchange_rows,
+            skip_invalid=self.options.skip_invalid,
+            by_partition=self.options.exchange_rows,
         )
         self._orders: dict[PartitionStore, Tensor | None] = {}
-        self._exchanged_before = 0
-        self._held_out_exchanged = False
+        self._exchanged_before, self._held_out_exchanged = 0, False
+        device, transform = torch.device(self.device), self.options.transform
         self._minibatches = Minibatches(
-            schema, torch.device(device), self._options.transform, seed=seed, rank=rank
+            self.schema, device, transform, seed=self.seed, rank=self.rank
         )
 
     def __enter__(self) -> Feed:
@@ -193,7 +186,7 @@ class Feed:
 
         Those were trained on already, before an interruption. Epochs are counted from 1.
         """
-        order = self._epoch_order(epoch)[first_step * self._batch_size :]
+        order = self._epoch_order(epoch)[first_step * self.batch_size :]
         batches = self._minibatches.of_store(self._training, order, self._sizes(len(order)))
         yield from self._minibatches.changed(batches, epoch, first_step)
 
@@ -210,7 +203,7 @@ class Feed:
     def settle(self, lengths: Sequence[int | None]) -> None:
         """Learn from others how long arrays are, by column; without rows a worker cannot know."""
         if not self._training.specs:
-            self._training.create(self._schema.of_lengths(lengths).stored, 0)
+            self._training.create(self.schema.of_lengths(lengths).stored, 0)
 
     def held_out(self) -> Iterator[Batch]:
         """Yield every row to validate with once, always in the same order."""
@@ -225,13 +218,13 @@ class Feed:
     @property
     def used_rows(self) -> int:
         """Rows that an epoch trains on: all, but for those that ``drop_last`` leaves out."""
-        return self.rows - (self.rows % self._batch_size if self._options.drop_last else 0)
+        return self.rows - (self.rows % self.batch_size if self.options.drop_last else 0)
 
     def _sizes(self, rows: int) -> Iterator[int]:
-        return full_sizes(rows, self._batch_size)
+        return full_sizes(rows, self.batch_size)
 
     def _new_store(self) -> PartitionStore:
-        return PartitionStore(self._directory)
+        return PartitionStore(self.directory)
 
     def _exchanged(self, old: PartitionStore, exchange: RowExchange, epoch: int) -> PartitionStore:
         new = self._new_store()
@@ -258,13 +251,13 @@ class Feed:
             lengths = lengths if lengths is None or order is None else lengths[order]
         sizes = list(sizes or self._sizes(self.used_rows))
         chosen = epoch_order(
-            self._seed, epoch, self._rank, self.rows, self.used_rows, sizes, lengths
+            self.seed, epoch, self.rank, self.rows, self.used_rows, sizes, lengths
         )
         return chosen if order is None else order.index_select(0, chosen)
 
     def _grouping(self, store: PartitionStore, lengths: Sequence[Tensor]) -> Tensor | None:
         """By what rows are grouped into minibatches, shape (rows,); None if they are not."""
-        if not self._options.group_by_length:
+        if not self.options.group_by_length:
             return None
         row_bytes = bytes_of_rows(store.specs, lengths)
         assert isinstance(row_bytes, Tensor), "rows of equal length cannot be grouped by it"

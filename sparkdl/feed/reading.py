@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -32,49 +33,42 @@ OnRows = Callable[[int], None]
 """Called with the number of rows read so far, for example to say that the worker is alive."""
 
 
+@dataclass(eq=False, repr=False)
 class Reading:
     """A worker's rows on their way into its stores, once.
 
-    Args:
+    Attributes:
         schema: what the columns become.
         rank: the worker's rank, for places in messages.
         training: receives the rows to train on.
         held_out: receives those to validate with.
         skip_invalid: whether rows whose features cannot be used are left out, not refused.
         by_partition: whether to tell how many rows each partition has.
-
-    Attributes:
         rows: how many were read so far, with those that were left out.
         statistics: what was found in them, one per column of the schema.
     """
 
-    def __init__(
-        self,
-        schema: FeedSchema,
-        rank: int,
-        training: PartitionStore,
-        held_out: PartitionStore,
-        *,
-        skip_invalid: bool = False,
-        by_partition: bool = False,
-    ) -> None:
-        self.rows = 0
-        self._skip_invalid, self._by_partition = skip_invalid, by_partition
-        self._skipped = 0
-        self.statistics = tuple(ColumnStatistics() for _ in schema.columns)
-        self._places: dict[PartitionStore, list[np.ndarray]] = {training: [], held_out: []}
-        self._keys: dict[PartitionStore, list[np.ndarray]] = {training: [], held_out: []}
-        self._schema = schema
-        self._rank = rank
-        self._training = training
-        self._held_out = held_out
+    schema: FeedSchema
+    rank: int
+    training: PartitionStore
+    held_out: PartitionStore
+    _: KW_ONLY
+    skip_invalid: bool = False
+    by_partition: bool = False
+
+    def __post_init__(self) -> None:
+        self.rows = self._skipped = 0
+        self.statistics = tuple(ColumnStatistics() for _ in self.schema.columns)
+        stores = (self.training, self.held_out)
+        self._places: dict[PartitionStore, list[np.ndarray]] = {each: [] for each in stores}
+        self._keys: dict[PartitionStore, list[np.ndarray]] = {each: [] for each in stores}
         self._weights: list[np.ndarray] = []
-        self._fingerprints = {training: 0, held_out: 0}
+        self._fingerprints = dict.fromkeys(stores, 0)
 
     @property
     def sound(self) -> bool:
         """Whether each column can be what it is to become, as far as it has been read."""
-        columns = zip(self.statistics, self._schema.columns, strict=True)
+        columns = zip(self.statistics, self.schema.columns, strict=True)
         return all(found.can_become(spec) for found, spec in columns)
 
     def read(self, source: Iterable[pa.RecordBatch], on_rows: OnRows) -> ShardStatistics:
@@ -87,7 +81,7 @@ class Reading:
                 ``ORDER_COLUMN``.
             on_rows: called after each part of a record batch with the rows read so far.
         """
-        specs = self._schema.columns
+        specs = self.schema.columns
         for record_batch in source:
             if record_batch.num_rows == 0:
                 continue
@@ -96,12 +90,12 @@ class Reading:
                 decoded = [decode(*pair) for pair in zip(columns[: len(specs)], specs, strict=True)]
                 also = dict(zip(others, columns[len(specs) :], strict=True))
                 places, keys = self._places_of(also, len(columns[0])), also.get(ORDER_COLUMN)
-                valid = self._valid(decoded, places) if self._skip_invalid else None
+                valid = self._valid(decoded, places) if self.skip_invalid else None
                 if valid is not None:
                     decoded = [kept(column, valid) for column in decoded]
                     keys = None if keys is None else keys.filter(pa.array(valid))
                 self.statistics = tuple(
-                    known + scan(column, spec, places, is_weight=spec is self._schema.weight)
+                    known + scan(column, spec, places, is_weight=spec is self.schema.weight)
                     for known, column, spec in zip(self.statistics, decoded, specs, strict=True)
                 )
                 self.rows += len(places)
@@ -109,8 +103,8 @@ class Reading:
                 if self.sound and len(places):
                     self._store(decoded, places, keys)
                 on_rows(self.rows)
-        self._training.flush()
-        self._held_out.flush()
+        self.training.flush()
+        self.held_out.flush()
         return self._shard()
 
     def take_order(self, store: PartitionStore) -> Tensor | None:
@@ -134,30 +128,30 @@ class Reading:
     def _places_of(self, also: dict[str, pa.Array], rows: int) -> np.ndarray:
         """Where the next rows are; rows that do not say are a partition of this worker's."""
         if PLACE_COLUMN not in also:
-            return places_from(self._rank, self.rows, rows)
+            return places_from(self.rank, self.rows, rows)
         found: np.ndarray = also[PLACE_COLUMN].to_numpy()
         return found
 
     def _shard(self) -> ShardStatistics:
-        held_out = self._held_out.rows
+        held_out = self.held_out.rows
         parts = self._parts()
         return ShardStatistics(
             self.rows - self._skipped - held_out,
             self.statistics,
             held_out,
             sum((weight for *_, weight in parts), 0.0),
-            parts=parts if self._by_partition else None,
-            fingerprint=self._fingerprints[self._training],
-            held_out_fingerprint=self._fingerprints[self._held_out],
+            parts=parts if self.by_partition else None,
+            fingerprint=self._fingerprints[self.training],
+            held_out_fingerprint=self._fingerprints[self.held_out],
             skipped=self._skipped,
         )
 
     def _parts(self) -> tuple[Part, ...]:
         """The rows by partition."""
-        trained, held_out = self._by_number(self._training), self._by_number(self._held_out)
+        trained, held_out = self._by_number(self.training), self._by_number(self.held_out)
         weights: dict[int, float] = {}
         if self._weights:
-            owners = np.concatenate(self._places[self._training]) >> POSITION_BITS
+            owners = np.concatenate(self._places[self.training]) >> POSITION_BITS
             # Sorted, because a shuffle delivers the rows in any order and sums depend on it.
             order = np.lexsort((found := np.concatenate(self._weights), owners))
             numbers, starts = np.unique(owners[order], return_index=True)
@@ -175,8 +169,8 @@ class Reading:
 
     def _valid(self, decoded: list[Decoded], places: np.ndarray) -> np.ndarray | None:
         """Which rows have features that can be used, None for all; the others are counted."""
-        count, rows = len(self._schema.features), len(places)
-        valid, found = unusable(decoded[:count], self._schema.features, places)
+        count, rows = len(self.schema.features), len(places)
+        valid, found = unusable(decoded[:count], self.schema.features, places)
         features = (a + b for a, b in zip(self.statistics, found, strict=False))
         self.statistics = (*features, *self.statistics[count:])
         self._skipped += rows - int(valid.sum())
@@ -184,18 +178,18 @@ class Reading:
 
     def _store(self, decoded: list[Decoded], places: np.ndarray, keys: pa.Array | None) -> None:
         """Append a part's rows."""
-        schema = self._schema.of_lengths([column.longest for column in self.statistics])
+        schema = self.schema.of_lengths([column.longest for column in self.statistics])
         specs = schema.columns
         columns = [to_column(column.values, s) for column, s in zip(decoded, specs, strict=True)]
         by_content = keys is not None and pa.types.is_null(keys.type)
         known = [places] if keys is None or by_content else [places, keys.to_numpy()]
         if schema.validation is None:
-            self._put(self._training, schema.stored, columns, known, by_content=by_content)
+            self._put(self.training, schema.stored, columns, known, by_content=by_content)
             return
         indicator = columns.pop(len(schema.stored))
         assert isinstance(indicator, Tensor)
         held_out = indicator.bool()
-        for store, chosen in ((self._held_out, held_out), (self._training, ~held_out)):
+        for store, chosen in ((self.held_out, held_out), (self.training, ~held_out)):
             rows = chosen.nonzero()[:, 0]
             if len(rows):
                 chosen_rows = [picked(column, rows) for column in columns]
@@ -211,7 +205,7 @@ class Reading:
         *,
         by_content: bool,
     ) -> None:
-        if self._schema.weight is not None and store is self._training:
+        if self.schema.weight is not None and store is self.training:
             weights = columns[-1]
             assert isinstance(weights, Tensor)
             self._weights.append(weights.numpy().copy())

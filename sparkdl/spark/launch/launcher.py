@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple
+from dataclasses import KW_ONLY, astuple, dataclass, field
 from functools import partial
 
 from pyspark.sql import Row
@@ -89,12 +89,13 @@ def launch(workers: Workers, job: Job) -> Launch:
     return start
 
 
+@dataclass(eq=False, repr=False)
 class WorkerJob:
     """The Spark job in whose tasks the workers of one run are; a context manager that ends it.
 
     An error that leaves the context says what Spark knows of lost workers.
 
-    Args:
+    Attributes:
         workers: the Spark side of the run.
         payload: for the tasks.
         entry: ``module:function``; see ``assignment.run_ranks``.
@@ -105,38 +106,32 @@ class WorkerJob:
         apart: whether the only rank of a task gets a process of its own too.
         ended_early: why the run fails if its job ends while workers are still there.
         unexplained: what is said of a lost worker of which Spark knows nothing.
-
-    Attributes:
         jobs: this one, and those of what is upstream.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        payload: bytes,
-        entry: str,
-        address: ServiceAddress,
-        shipment: Shipment | None,
-        fail: Callable[[SparkDLError], None],
-        *,
-        apart: bool = False,
-        ended_early: str,
-        unexplained: str = "",
-    ) -> None:
-        self._workers, self._spark = workers, workers.frame.sparkSession
-        self.jobs = RunJobs(self._spark.sparkContext, workers.description)
-        self._payload, self._entry, self._fail = payload, entry, fail
-        modules = shipment and tuple(shipment)
-        self._told = ((astuple(address),), workers.ranks_a_task, apart, modules)
-        self._ended_early, self._unexplained = ended_early, unexplained
-        self._yielded: list[Row] = []
-        self._error: SparkDLError | None = None
+    workers: Workers
+    payload: bytes
+    entry: str
+    address: ServiceAddress
+    shipment: Shipment | None
+    fail: Callable[[SparkDLError], None]
+    _: KW_ONLY
+    apart: bool = False
+    ended_early: str
+    unexplained: str = ""
+    _yielded: list[Row] = field(default_factory=list, init=False)
+    _error: SparkDLError | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._spark = self.workers.frame.sparkSession
+        self.jobs = RunJobs(self._spark.sparkContext, self.workers.description)
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            payload = held.enter_context(lent(self._spark, self._payload))
-            name = "sparkdl.spark.launch.assignment:run_ranks"
-            task = task_of(name, self._entry, payload, *self._told)
+            payload = held.enter_context(lent(self._spark, self.payload))
+            name, told = "sparkdl.spark.launch.assignment:run_ranks", (astuple(self.address),)
+            ranks, modules = self.workers.ranks_a_task, self.shipment and tuple(self.shipment)
+            task = task_of(name, self.entry, payload, told, ranks, self.apart, modules)
             held.callback(self.jobs.end)
             self.jobs.start(partial(self._run, task), self._failed)
             self._held = held.pop_all()  # unless there was an interrupt, for example
@@ -169,17 +164,17 @@ class WorkerJob:
         return sorted(self._yielded, key=lambda row: row.rank)
 
     def _run(self, task: Task) -> None:
-        self._yielded = run_tasks(self._workers, task, lambda frame: frame.collect())
+        self._yielded = run_tasks(self.workers, task, lambda frame: frame.collect())
         if not self._yielded:
             # Spark starts no task for what turns out empty while it plans or shuffles.
-            self._fail(DataError(NO_ROWS))
-        self._fail(TrainingError(self._ended_early))
+            self.fail(DataError(NO_ROWS))
+        self.fail(TrainingError(self.ended_early))
 
     def _failed(self, error: Exception) -> None:
         self._error = as_training_error(
             error, lambda: host_of_last_failure(self._spark, self.jobs.group)
         )
-        self._fail(self._error)
+        self.fail(self._error)
 
     def _explained(self, error: SparkDLError) -> SparkDLError:
         """The error with what Spark knows about lost workers."""
@@ -193,10 +188,10 @@ class WorkerJob:
             return WorkerLostError(f"{error}: {end}", ranks=error.ranks)
         if known := self._sparks_reason(error):
             return known
-        return WorkerLostError(f"{error}{self._unexplained}", ranks=error.ranks)
+        return WorkerLostError(f"{error}{self.unexplained}", ranks=error.ranks)
 
     def _sparks_reason(self, error: WorkerLostError) -> WorkerLostError | None:
-        return with_sparks_reason(error, self._spark, self.jobs.group, self._workers.ranks_a_task)
+        return with_sparks_reason(error, self._spark, self.jobs.group, self.workers.ranks_a_task)
 
 
 def as_training_error(
