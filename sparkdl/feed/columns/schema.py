@@ -126,11 +126,6 @@ def bytes_of_rows(specs: Sequence[ColumnSpec], lengths: Sequence[Tensor]) -> int
     return sum(of_items, torch.tensor(fixed))
 
 
-def lengths_in(columns: Sequence[Column]) -> list[Tensor]:
-    """Items of the rows in each column of unequal lengths, in the order of the columns."""
-    return [column.lengths for column in columns if isinstance(column, Ragged)]
-
-
 def order_by_length(columns: Sequence[Column]) -> Tensor | None:
     """The rows sorted by length, so that little is padded; None if none are of unequal length.
 
@@ -140,7 +135,7 @@ def order_by_length(columns: Sequence[Column]) -> Tensor | None:
     Returns:
         Shape (rows,), int64.
     """
-    lengths = lengths_in(columns)
+    lengths = [column.lengths for column in columns if isinstance(column, Ragged)]
     return torch.argsort(torch.stack(lengths).sum(0), stable=True) if lengths else None
 
 

@@ -131,16 +131,11 @@ class StoredRows:
         out = torch.empty((len(rows), *self.row_shape), dtype=self.dtype, pin_memory=pinned)
         if not out.numel():
             return out
-        stored_rows, taken, chosen = self._map(), self._raw(out), rows.numpy()
         # Rows of 64 bytes come 1.6 times as fast as by torch.index_select, long ones equally
-        # fast; "clip" is the mode that writes to ``out`` directly.
-        np.take(stored_rows, chosen, out=taken, mode="clip")
+        # fast; "clip" is the mode that writes to ``out`` directly. Each row is one item.
+        taken = out.view(-1).view(torch.uint8).numpy().view(self._row_kind)
+        np.take(self._map(), rows.numpy(), out=taken, mode="clip")
         return out
-
-    def _raw(self, values: Tensor) -> np.ndarray:
-        """The same memory, each row one item, shape (n,)."""
-        raw: np.ndarray = values.view(-1).view(torch.uint8).numpy()
-        return raw.view(self._row_kind)
 
     def close(self) -> None:
         """Give the disk space back."""

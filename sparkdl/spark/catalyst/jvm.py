@@ -35,11 +35,10 @@ def end_of_jvm(error: BaseException) -> str | None:
     """
     if isinstance(error, Py4JJavaError) or not isinstance(error, (Py4JError, OSError)):
         return None
-    if not has_jvm():
+    if not has_jvm() or _answers():
         return None
-    if _answers():
-        return None
-    process = process_of_jvm()
+    # None if it is our parent, as spark-submit's.
+    process = getattr(SparkContext._gateway, "proc", None)
     which, how = "Spark's JVM", "no longer answers"
     if process is not None:
         which = f"Spark's JVM (process {process.pid})"
@@ -60,11 +59,6 @@ def _answers() -> bool:
     except (Py4JError, OSError):
         return False
     return True
-
-
-def process_of_jvm() -> Any:
-    """The JVM as a child of this process; None if it is our parent, as spark-submit's, or ended."""
-    return getattr(SparkContext._gateway, "proc", None)
 
 
 def has_jvm() -> bool:

@@ -133,7 +133,11 @@ def choose_num_workers(
     Raises:
         ConfigError: more workers are wanted than the cluster has slots, or a part of a task's.
     """
-    _refuse_speculation(spark)
+    if is_true(spark, "spark.speculation"):
+        raise ConfigError(
+            "spark.speculation is on: Spark would start second copies of workers that it finds "
+            "slow. Set spark.speculation=false for this application"
+        )
     if wanted is not None and wanted % ranks_a_task:
         raise ConfigError(
             f"{name} is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task runs one "
@@ -283,14 +287,6 @@ def require_free_slots(
                 "add executors"
             )
         time.sleep(0.1)
-
-
-def _refuse_speculation(spark: SparkSession) -> None:
-    if is_true(spark, "spark.speculation"):
-        raise ConfigError(
-            "spark.speculation is on: Spark would start second copies of workers that it finds "
-            "slow. Set spark.speculation=false for this application"
-        )
 
 
 def _gpus_asked_for(spark: SparkSession) -> str:

@@ -18,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -88,19 +89,18 @@ class ReportingWorker:
             self.answer.set_result(stacks[:MAX_CHARACTERS])
 
 
+@dataclass(eq=False)
 class Stacks:
     """The driver's end: asks workers what they are doing, from any thread.
 
-    Args:
+    Attributes:
         connected: the workers that are connected.
         post: has something done in the service's thread.
     """
 
-    def __init__(
-        self, connected: list[ReportingWorker], post: Callable[[Callable[[], None]], None]
-    ) -> None:
-        self._connected, self._post = connected, post
-        self._asking = threading.Lock()
+    connected: list[ReportingWorker]
+    post: Callable[[Callable[[], None]], None]
+    _asking: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def ask(self, ranks: Iterable[int] | None = None) -> str:
         """Ask connected workers, and wait up to ``ANSWER_S`` for their answers.
@@ -131,12 +131,12 @@ class Stacks:
     def _ask(self, ranks: Iterable[int] | None) -> dict[int, tuple[str, str | None]]:
         """Where workers are, and their stacks, by rank; None for one that did not answer."""
         with self._asking:
-            known = {worker.rank: worker for worker in self._connected.copy() if worker.where}
+            known = {worker.rank: worker for worker in self.connected.copy() if worker.where}
             wanted = sorted(known if ranks is None else known.keys() & set(ranks))
             asked = [known[rank] for rank in wanted]
             for worker in asked:
                 worker.answer = Future()
-                self._post(partial(worker.channel.send_header, {"stacks": True}))
+                self.post(partial(worker.channel.send_header, {"stacks": True}))
             wait([worker.answer for worker in asked], ANSWER_S)
             # A worker that has left meanwhile was not stuck.
             return {

@@ -182,9 +182,6 @@ class FunctionWorker:
             save_state(self._store(path, keep_last), state)
         self._driver.gather({})
 
-    def _load(self, path: str) -> dict[str, Any] | None:
-        return load_state(path, open_elsewhere=_without_hadoop)
-
     def close(self) -> None:
         """Release the directories where this worker saved checkpoints."""
         self._held.close()
@@ -281,7 +278,7 @@ def load_checkpoint(path: str) -> dict[str, Any] | None:
         CheckpointError: it cannot be read.
     """
     if _current is not None:
-        return _current._load(path)
+        return load_state(path, open_elsewhere=_without_hadoop)
     # The lookup would start a session if there is none.
     has_session = running_context() is not None
     return load_state(path, open_elsewhere=open_hadoop if has_session else None)

@@ -95,7 +95,7 @@ class Score:
         Raises:
             ModelError: the loss does not give one value per row.
         """
-        device = _device(targets)
+        device = (targets if isinstance(targets, Tensor) else targets[0]).device
         loss = self.loss.to(device) if isinstance(self.loss, torch.nn.Module) else self.loss
         try:
             require_own_scores(loss, outputs, targets, rows)
@@ -113,10 +113,6 @@ class Score:
 def not_of_one_output(output: Tensor) -> Tensor:
     """Stands in for a function of one output: the loss depends on all of them."""
     raise AssertionError
-
-
-def _device(targets: Targets) -> torch.device:
-    return (targets if isinstance(targets, Tensor) else targets[0]).device
 
 
 OutputFunction = Callable[[Tensor], Tensor]

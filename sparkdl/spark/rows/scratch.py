@@ -25,18 +25,12 @@ def row_directory(in_memory: str | None) -> Path:
         ConfigError: there is no such place on this host.
     """
     if in_memory is None:
-        return _local_directory()
+        # Spark's own on this host, which Spark empties when the executor ends.
+        given = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")
+        return Path(next(filter(os.path.isdir, given), tempfile.gettempdir()))
     if not os.path.ismount(MEMORY) or not os.access(MEMORY, os.W_OK):
         raise ConfigError(
             f"{in_memory}, so rows must be kept in memory, but {MEMORY} is not a file system "
             "that this process can write to. Mount one there, or allow rows on disk"
         )
     return MEMORY
-
-
-def _local_directory() -> Path:
-    """Spark's scratch directory on this host, which Spark empties when the executor ends."""
-    for directory in os.environ.get("SPARK_LOCAL_DIRS", "").split(","):
-        if directory and os.path.isdir(directory):
-            return Path(directory)
-    return Path(tempfile.gettempdir())
