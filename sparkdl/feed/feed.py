@@ -250,9 +250,7 @@ class Feed:
             lengths = self._grouping(store, store.lengths())
             lengths = lengths if lengths is None or order is None else lengths[order]
         sizes = list(sizes or self._sizes(self.used_rows))
-        chosen = epoch_order(
-            self.seed, epoch, self.rank, self.rows, self.used_rows, sizes, lengths
-        )
+        chosen = epoch_order(self.seed, epoch, self.rank, self.rows, self.used_rows, sizes, lengths)
         return chosen if order is None else order.index_select(0, chosen)
 
     def _grouping(self, store: PartitionStore, lengths: Sequence[Tensor]) -> Tensor | None:

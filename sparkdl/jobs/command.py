@@ -133,7 +133,7 @@ def _run(
     with _session(settings) as spark:
         application.append(str(spark.sparkContext.applicationId))
         location, shown = locate(settings.output), without_credentials(settings.output)
-        run = Run(job=settings.job, run_id=settings.run_id, configuration=settings.digest)
+        run = Run(job=settings.job, run_id=settings.run_id, configuration_sha256=settings.digest)
         output = Output(location, run)
         with output.claimed(application[0]) as done:
             if done is not None:

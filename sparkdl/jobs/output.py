@@ -29,7 +29,7 @@ import logging
 import posixpath
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -82,21 +82,12 @@ class Run:
     Attributes:
         job: ``train``, ``evaluate`` or ``predict``.
         run_id: the same in all attempts of the same run; None for a run of its own.
-        configuration: a digest of all that decides the result.
+        configuration_sha256: a digest of all that decides the result.
     """
 
     job: str
     run_id: str | None
-    configuration: str
-
-    @property
-    def identity(self) -> Result:
-        """What is written of it."""
-        return {
-            "job": self.job,
-            "run_id": self.run_id,
-            "configuration_sha256": self.configuration,
-        }
+    configuration_sha256: str
 
 
 class Output:
@@ -174,7 +165,7 @@ class Output:
         try:
             self._files.create_dir(self.staged, recursive=True)
             listed = dict(sorted(self._walk(self.staged)))
-            whole = {"format": 1, **self._run.identity, **result, "files": listed}
+            whole = {"format": 1, **asdict(self._run), **result, "files": listed}
             above = {str(each) for name in listed for each in PurePosixPath(name).parents} | {"."}
             for name in [*listed, *sorted(above, key=len, reverse=True)]:
                 synchronize(self._files, str(PurePosixPath(self.staged, name)))
@@ -218,7 +209,7 @@ class Output:
         found = self._result_at(self._path)
         if found is None or not self._is_this_run(found, "job", "run_id"):
             return None
-        if found.get("configuration_sha256") != self._run.configuration:
+        if found.get("configuration_sha256") != self._run.configuration_sha256:
             raise ConfigError(
                 f"run_id '{self._run.run_id}' was completed in {self._path} with another "
                 "configuration. Use a different run_id, or delete that output"
@@ -227,7 +218,7 @@ class Output:
 
     def _is_this_run(self, found: Result, *keys: str) -> bool:
         """Whether a result is this run's, by all that identifies it or by some of it."""
-        mine = self._run.identity
+        mine = asdict(self._run)
         return mine["run_id"] is not None and all(found.get(k) == mine[k] for k in keys or mine)
 
     def _require_replaceable(self) -> None:
@@ -327,7 +318,7 @@ class Output:
                 self._work,
             )
         self._clear_work()
-        self._put(self._work, RUN, self._run.identity)
+        self._put(self._work, RUN, asdict(self._run))
 
     def _clear(self, *, failed: bool) -> None:
         """Delete what is no longer needed; failing at that does not fail the job."""

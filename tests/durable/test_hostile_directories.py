@@ -182,7 +182,8 @@ def test_a_job_is_refused_or_leaves_its_output_and_no_file_elsewhere_changes(
                 location = Location(
                     files=LocalFiles(), path=f"{directory}/{number}/out", renames=True
                 )
-                output = Output(location, Run(job="train", run_id="a", configuration="c"))
+                run = Run(job="train", run_id="a", configuration_sha256="c")
+                output = Output(location, run)
                 try:
                     with output.claimed() as done:
                         assert done is None

@@ -48,7 +48,7 @@ def without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_of(run_id: str | None, configuration: str = "c", job: str = "train") -> Run:
-    return Run(job=job, run_id=run_id, configuration=configuration)
+    return Run(job=job, run_id=run_id, configuration_sha256=configuration)
 
 
 def local(path: Path) -> Location:

@@ -101,7 +101,7 @@ def test_hadoops_file_systems_publish_with_renames_or_a_marker(
     files, root = open_hadoop(f"file://{tmp_path}/a/out")
     place = Location(files=files, path=root, renames=renames)
     made = [
-        make_output(place, Run(job="train", run_id=run_id, configuration="c"))
+        make_output(place, Run(job="train", run_id=run_id, configuration_sha256="c"))
         for run_id in ("a", "b", "b")
     ]
     assert made == [True, True, False]
