@@ -388,14 +388,14 @@ class Output:
         if self._files.get_file_info(path).type != fs.FileType.File:
             return None
         with self._files.open_input_stream(path) as stream:
-            octets = stream.read(MAX_MARKER_BYTES)
+            data = stream.read(MAX_MARKER_BYTES)
         try:
-            found = json.loads(octets)
+            found = json.loads(data)
         except (ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
 
     def _put(self, directory: str, name: str, said: Result) -> None:
         """Write a small file, all of it or nothing."""
-        octets = json.dumps(said, indent=1, allow_nan=False).encode()
-        put_file(self._files, posixpath.join(directory, name), lambda file: file.write(octets))
+        data = json.dumps(said, indent=1, allow_nan=False).encode()
+        put_file(self._files, posixpath.join(directory, name), lambda file: file.write(data))

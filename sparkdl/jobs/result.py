@@ -112,8 +112,8 @@ def write_result(path: str, result: dict[str, Any]) -> None:
         CheckpointError: it cannot be written.
     """
     with _written(path) as (files, target):
-        octets = (json.dumps(finite(result), indent=1) + "\n").encode()
-        put_file(files, target, lambda file: file.write(octets))
+        data = (json.dumps(finite(result), indent=1) + "\n").encode()
+        put_file(files, target, lambda file: file.write(data))
 
 
 @contextlib.contextmanager

@@ -125,7 +125,7 @@ class Metrics:
             TrainingError: something other than states was sent.
         """
         made = self._made("cpu")
-        read = [read_states(octets, list(made.values())) for octets in states]
+        read = [read_states(data, list(made.values())) for data in states]
         values = {}
         for index, (name, metric) in enumerate(made.items()):
             with _named(name, "cannot be computed from what the workers counted"):

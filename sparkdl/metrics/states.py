@@ -96,11 +96,11 @@ def _no_tensor(name: str, key: str) -> ModelError:
     )
 
 
-def read_states(octets: bytes, metrics: Sequence[Any]) -> list[MetricStates]:
+def read_states(data: bytes, metrics: Sequence[Any]) -> list[MetricStates]:
     """The states of each metric that one worker has sent.
 
     Args:
-        octets: from ``pack_states``.
+        data: from ``pack_states``.
         metrics: those that the states belong to; freshly made.
 
     Raises:
@@ -109,7 +109,7 @@ def read_states(octets: bytes, metrics: Sequence[Any]) -> list[MetricStates]:
     from safetensors.torch import load
 
     try:
-        tensors = load(octets)
+        tensors = load(data)
     except Exception as error:  # safetensors may raise anything
         raise TrainingError(f"a worker sent no valid metric states: {error}") from error
     found: list[MetricStates] = []

@@ -140,28 +140,28 @@ _TRAVEL = (
     f"{HOW_OTHERS_TRAVEL}"
 )
 
-_left_behind: dict[str, str] = {}
+_skipped: dict[str, str] = {}
 
 
 @contextmanager
-def left_behind(reasons: Mapping[str, str]) -> Iterator[None]:
+def skipped_modules(reasons: Mapping[str, str]) -> Iterator[None]:
     """Know meanwhile why modules of the user's own did not come along.
 
     Args:
         reasons: by dotted name; each continues a sentence that begins with the name.
     """
-    before = dict(_left_behind)
-    _left_behind.update(reasons)
+    before = dict(_skipped)
+    _skipped.update(reasons)
     try:
         yield
     finally:
-        _left_behind.clear()
-        _left_behind.update(before)
+        _skipped.clear()
+        _skipped.update(before)
 
 
 def advice(error: ModuleNotFoundError) -> str:
     """What to do about a module that was not found, for the end of a message."""
     name = (error.name or "").partition(".")[0]
-    if name in _left_behind:
-        return f"The module {name} {_left_behind[name]}. {HOW_OTHERS_TRAVEL}"
+    if name in _skipped:
+        return f"The module {name} {_skipped[name]}. {HOW_OTHERS_TRAVEL}"
     return _TRAVEL

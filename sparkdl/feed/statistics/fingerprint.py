@@ -92,8 +92,8 @@ def _ragged_sums(column: Ragged, index: int, *, may_hold_nan: bool) -> np.ndarra
     sums: np.ndarray = lengths.astype(np.uint64) * factors[0]
     if not longest:
         return sums
-    octets = values.contiguous().view(-1).view(torch.uint8).numpy()
-    words = octets.view(f"u{values.element_size()}").astype(np.uint64)
+    raw = values.contiguous().view(-1).view(torch.uint8).numpy()
+    words = raw.view(f"u{values.element_size()}").astype(np.uint64)
     words ^= words >> _ACROSS
     ends = np.cumsum(counts)
     within = np.arange(1, ends[-1] + 1)

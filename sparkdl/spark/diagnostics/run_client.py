@@ -168,8 +168,8 @@ class _Captured(io.BufferedIOBase):
     def flush(self) -> None:
         self._original.flush()
 
-    def write(self, octets: Any) -> int:
-        copied = bytes(octets)
+    def write(self, data: Any) -> int:
+        copied = bytes(data)
         with self._lock:
             text = self._decoder.decode(copied)
             if self._echo:

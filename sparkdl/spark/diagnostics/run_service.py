@@ -167,7 +167,7 @@ class RunService:
         """Whether every rank has left properly."""
         return len(self._done) == self.world_size
 
-    def left_behind(self, seconds: float) -> tuple[list[int], list[int]]:
+    def stragglers(self, seconds: float) -> tuple[list[int], list[int]]:
         """Ranks whose functions have returned, and those still running so many seconds later."""
         waiting = self._waiting.copy()
         returned = {rank: each.since for rank, each in waiting.items() if each.returned}

@@ -162,7 +162,7 @@ def watch(service: RunService, jobs: RunJobs | None) -> None:
     while True:
         if service.show_next(0.2) and not service.missing:
             continue
-        if tell_of_returned and (behind := _left_behind(service)):
+        if tell_of_returned and (behind := _stragglers(service)):
             logger.warning("%s", behind)
             tell_of_returned = False
         elif service.failure is not None:
@@ -185,9 +185,9 @@ def watch(service: RunService, jobs: RunJobs | None) -> None:
             )
 
 
-def _left_behind(service: RunService) -> str:
+def _stragglers(service: RunService) -> str:
     """Which ranks still run long after others have returned, and where; empty if none do."""
-    returned, running = service.left_behind(RETURNED_S)
+    returned, running = service.stragglers(RETURNED_S)
     tops = service.stacks.tops(running) if running else {}
     if not tops:
         return ""

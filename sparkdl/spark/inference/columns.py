@@ -28,7 +28,7 @@ _RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 
 
-def never_ends(spark: SparkSession) -> bool:
+def hits_empty_batch_loop(spark: SparkSession) -> bool:
     """Whether a Python function of columns from a columnar file would never end.
 
     Spark 4.3.0 then makes batches of no rows for ever, where its documentation says that a number
@@ -54,7 +54,7 @@ def require_end(spark: SparkSession) -> None:
     Raises:
         ConfigError: it has such settings.
     """
-    if never_ends(spark):
+    if hits_empty_batch_loop(spark):
         raise ConfigError(
             f"{_RECORDS} is {spark.conf.get(_RECORDS)}, with which Spark calls Python functions "
             f"on columnar files for ever. Set it to a number above 0, or {_COLUMNAR} to false"
@@ -68,7 +68,7 @@ def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:
     file to a Python function (UNSUPPORTED_DATATYPE), nor anything without a limit of rows. A filter
     turns them into rows first.
     """
-    if never_ends(dataset.sparkSession):
+    if hits_empty_batch_loop(dataset.sparkSession):
         return dataset.where(F.spark_partition_id() >= 0)
     if '"type":"udt"' not in dataset.schema.json():
         return dataset

@@ -1,4 +1,4 @@
-"""What ``arrow_functions`` does where Spark passes series of pandas, before 4.1.
+"""What ``columns`` does where Spark passes series of pandas, before 4.1.
 
 There a null among numbers is a NaN, integers beside it are floats, and a null struct is one of
 nulls. So ``called_on`` has the JVM say where nulls are, and passes single numbers as arrays of one
@@ -32,7 +32,7 @@ EXACT = 1 << 53
 def called_on(
     frame: DataFrame, inputs: Mapping[str, Column], function: Function, fields: Mapping[str, str]
 ) -> dict[str, Column]:
-    """As in ``arrow_functions``."""
+    """As in ``columns``."""
     columns = list(inputs.values())
     kinds = [field.dataType for field in frame.select(*columns).schema]
     alone = [isinstance(kind, T.NumericType) for kind in kinds]
@@ -61,7 +61,7 @@ def called_on(
 
 
 def function_of_columns(function: Function, result: str, *, skips_nan: bool) -> Any:
-    """As in ``arrow_functions``."""
+    """As in ``columns``."""
 
     def on_any_columns(batches: Iterator[Any]) -> Iterator[Any]:
         def arrays() -> Iterator[Arrays]:

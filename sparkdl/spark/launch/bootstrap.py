@@ -43,17 +43,17 @@ def make_task(
     return task
 
 
-def opened(octets: bytes, versions: dict[str, str]) -> Any:
+def opened(data: bytes, versions: dict[str, str]) -> Any:
     """Unpickle a function of a task, once the versions have been compared.
 
     Args:
-        octets: the pickled function.
+        data: the pickled function.
         versions: as for ``require``.
     """
     import pickle
 
     require(versions)
-    return pickle.loads(octets)
+    return pickle.loads(data)
 
 
 def require(versions: dict[str, str]) -> None:

@@ -86,8 +86,8 @@ class _Held:
     def __reduce__(self) -> tuple[Any, ...]:
         # Within Spark's own pickling, which notes the broadcast variables of both.
         function = partial(_told_shortly, self.function)
-        octets = CloudPickleSerializer().dumps(function)  # type: ignore[no-untyped-call]
-        return bootstrap.opened, (octets, sparkdl_version() | torch_version())
+        data = CloudPickleSerializer().dumps(function)  # type: ignore[no-untyped-call]
+        return bootstrap.opened, (data, sparkdl_version() | torch_version())
 
 
 def _told_shortly(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from sparkdl.errors import SetupError
 from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.rows.scratch import row_directory
-from sparkdl.user_code.needed_modules import INSTALLED, left_behind
+from sparkdl.user_code.needed_modules import INSTALLED, skipped_modules
 
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EPERM, errno.EACCES)
 """How the system says that something is already in the place of a new folder."""
@@ -105,7 +105,7 @@ def importable(arrived: Arrived, kept: dict[str, types.ModuleType] | None = None
         kept: those that an earlier block imported; replaced at the end by those then imported.
             None to import all again.
     """
-    with left_behind(dict(arrived.left_out)):
+    with skipped_modules(dict(arrived.left_out)):
         if not arrived.names:
             yield
             return

@@ -99,7 +99,7 @@ class Bundle:
         return packed.getvalue()
 
 
-class CannotTravelError(Exception):
+class UnshippableModuleError(Exception):
     """One of the user's own modules has to stay; continues a sentence that begins with its name."""
 
 
@@ -154,7 +154,7 @@ def collect(names: Iterable[str], first: Sequence[str] = (), sent: Sequence[str]
         known.add(name)
         try:
             waiting += sorted(_read(name, _places_of(name, first, sent), bundle))
-        except CannotTravelError as error:
+        except UnshippableModuleError as error:
             bundle.left_out[name] = str(error)
     return bundle
 
@@ -163,7 +163,7 @@ def _places_of(name: str, first: Sequence[str], sent: Sequence[str]) -> list[Pat
     """The file of a module of the user's own, or the folders of a package; none if it is not.
 
     Raises:
-        CannotTravelError: it is the user's own, but cannot be sent.
+        UnshippableModuleError: it is the user's own, but cannot be sent.
     """
     spec = None if name in _NEVER else _spec_of(name, first)
     if spec is None:
@@ -174,11 +174,11 @@ def _places_of(name: str, first: Sequence[str], sent: Sequence[str]) -> list[Pat
     places = [p for p in places if not (_is_installed(str(p)) or _is_sent(p, sent))]
     for place in places:
         if not place.exists() or place.name not in (name, f"{name}.py"):
-            raise CannotTravelError(
+            raise UnshippableModuleError(
                 f"was loaded from {place}, which is neither a file {name}.py nor a folder {name}"
             )
     if places and name in sys.stdlib_module_names:
-        raise CannotTravelError("has the name of a standard library module")
+        raise UnshippableModuleError("has the name of a standard library module")
     return places
 
 
@@ -207,7 +207,7 @@ def _read(name: str, places: list[Path], bundle: Bundle) -> set[str]:
     """Add a module or package to a bundle; returns the names of the modules that it imports.
 
     Raises:
-        CannotTravelError: it has compiled parts, or is too large.
+        UnshippableModuleError: it has compiled parts, or is too large.
         ConfigError: a module's text has changed since it was imported.
     """
     paths = {
@@ -224,7 +224,9 @@ def _read(name: str, places: list[Path], bundle: Bundle) -> set[str]:
             imports |= _imports(files[path])
     room = MOST_BYTES - sum(map(len, files.values()))
     if room < 0:
-        raise CannotTravelError(f"has more than {MOST_BYTES // 2**20} MiB of Python in {places[0]}")
+        raise UnshippableModuleError(
+            f"has more than {MOST_BYTES // 2**20} MiB of Python in {places[0]}"
+        )
     data = sorted((file.stat().st_size, path) for path, file in paths.items() if path not in files)
     for size, path in data:
         if size > min(room, LARGEST_DATA_FILE):
@@ -302,7 +304,7 @@ def _files_of(place: Path) -> Iterator[Path]:
     """The files of a module or package.
 
     Raises:
-        CannotTravelError: a part is compiled, or there are too many.
+        UnshippableModuleError: a part is compiled, or there are too many.
     """
     if place.is_file():
         yield place
@@ -316,10 +318,10 @@ def _files_of(place: Path) -> Iterator[Path]:
                 continue
             number += 1
             if number > MOST_FILES:
-                raise CannotTravelError(f"has more than {MOST_FILES:,} files in {place}")
+                raise UnshippableModuleError(f"has more than {MOST_FILES:,} files in {place}")
             if file.endswith(_COMPILED):
                 relative = path.relative_to(place.parent).as_posix()
-                raise CannotTravelError(f"has a compiled part ({relative})")
+                raise UnshippableModuleError(f"has a compiled part ({relative})")
             if not file.endswith((".pyc", ".pyo")):
                 yield path
 

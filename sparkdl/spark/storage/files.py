@@ -224,8 +224,8 @@ class _JavaStream(io.RawIOBase):
         return len(taken)
 
     @java_errors()
-    def write(self, octets: Any) -> int:
-        view = memoryview(octets).cast("B")
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
         for start in range(0, len(view), PIECE_BYTES):
             self._stream.write(bytearray(view[start : start + PIECE_BYTES]))
         return len(view)
@@ -304,8 +304,8 @@ class _HadoopFiles(fs.FileSystemHandler):  # type: ignore[misc]
 
     @staticmethod
     @java_errors()
-    def _require(path: str, deed: Callable[[], bool]) -> None:
-        if not deed():
+    def _require(path: str, operation: Callable[[], bool]) -> None:
+        if not operation():
             raise OSError(f"the file system refuses to change {shown(path)}")
 
 

@@ -124,15 +124,15 @@ def test_who_has_returned_waits_for_the_others_and_is_known(run: RunService) -> 
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(first.say_returned)
-        assert eventually(lambda: run.left_behind(0.0) == ([0], [1]), 60)
-        assert run.left_behind(60.0) == ([], [])
+        assert eventually(lambda: run.stragglers(0.0) == ([0], [1]), 60)
+        assert run.stragglers(60.0) == ([], [])
         assert not waiting.done()
         other.say_returned()
         waiting.result(timeout=60)
         other.finish()
         first.finish()
         assert eventually(lambda: run.all_finished, 60)
-    assert run.left_behind(0.0)[1] == []
+    assert run.stragglers(0.0)[1] == []
 
 
 @pytest.mark.parametrize("returns_first", [True, False])
@@ -146,7 +146,7 @@ def test_who_waits_for_a_rank_that_has_returned_ends_the_run(
     ):
         if returns_first:
             returned = pool.submit(returns.say_returned)
-            assert eventually(lambda: run.left_behind(0.0) == ([0], [1]), 60)
+            assert eventually(lambda: run.stragglers(0.0) == ([0], [1]), 60)
             waiting = pool.submit(waits.gather, {})
         else:
             waiting = pool.submit(waits.gather, {})
@@ -169,7 +169,7 @@ def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(returned.say_returned)
-        assert eventually(lambda: run.left_behind(0.0) == ([1], [0]), 60)
+        assert eventually(lambda: run.stragglers(0.0) == ([1], [0]), 60)
         failing.report_failure("rank 0: closed by peer", "in train", of_exchange=of_exchange)
         error = failure_of(run)
         run.__exit__(None, None, None)
