@@ -52,9 +52,8 @@ def findings(recording: Recording) -> list[Finding]:
             launched / max(recording.duration_s, launched, 1e-9),
             f"of the time ({launched:.1f} s) passed before the first worker started: Spark was "
             "starting executors, Python and torch.",
-            "Later fits of the same session start faster (create_session keeps processes with "
-            "torch ready); for such a short training, fewer workers, or none at all, may be "
-            "faster.",
+            "Later fits of the same session start faster; for such a short training, fewer "
+            "workers, or none at all, may be faster.",
         ),
         _found(
             outside / total,
