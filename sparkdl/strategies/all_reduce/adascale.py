@@ -112,12 +112,15 @@ class _Scaled(NoiseMeter):
         sizes = [min(size, n - start) for n in step.rows for start in range(0, n, size)]
         self._add(squares, sizes, step)
         means, base = self.noise.means, self._group.rows_a_step
+        self._gain = 1.0
         if means is not None and step.total > base:
-            step.gain = gain(*means, step.total, base)
+            self._gain = gain(*means, step.total, base)
+            # A sum of losses has grown with the rows already.
+            step.gain = self._gain * self._mean_of(base) / self._mean_of(step.total)
 
     def after_update(self, step: Step) -> None:
         """Advance the schedule."""
-        self._worth += step.gain
+        self._worth += self._gain
         self._run.replica.schedule.lead_to(int(self._worth))
 
     def saved(self) -> dict[str, Any]:

@@ -260,9 +260,9 @@ class GradientAllReduce(Strategy["Reducer"]):
         chain = [
             split,
             FiniteGradients(run, model, ROUNDED.get(rounding or ""), split),
+            Divided(replica, collective) if divides else None,
             self._meter(run, group) if self.measure_noise else None,
             compressor,
-            Divided(replica, collective) if divides else None,
             self.preconditioner.start(run) if self.preconditioner is not None else None,
         ]
         runs_as_one = self.sync_batch_norm or self.shard_parameters or self.hybrid is not None

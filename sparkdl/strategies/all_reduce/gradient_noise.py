@@ -188,14 +188,21 @@ class NoiseMeter(Transform):
         """The sum of the squared norms of minibatches' mean gradients, and the rows of each."""
         self._end_minibatch(step)
         minibatches, self._minibatches = self._minibatches, []
-        squares = [total_square(norms) / (weight or 1.0) ** 2 for norms, weight, _ in minibatches]
+        squares = [
+            total_square(norms) / (self._mean_of(rows) * (weight or 1.0)) ** 2
+            for norms, weight, rows in minibatches
+        ]
         return sum(squares), [rows for *_, rows in minibatches]
+
+    def _mean_of(self, rows: int) -> int:
+        """What to divide a gradient of so many rows by, to have the mean of theirs."""
+        return rows if self._run.replica.adds_losses else 1
 
     def _add(self, squares: float, sizes: Sequence[int], step: Step) -> None:
         """Add a step, given the sum of the squares of minibatches, and their rows."""
         gradients = [each.grad for each in self._run.replica.trainable() if each.grad is not None]
-        mean = total_square(torch.stack(norms_of(gradients)))
         count, rows = len(sizes), step.total
+        mean = total_square(torch.stack(norms_of(gradients))) / self._mean_of(rows) ** 2
         inverse_rows = sum(1 / size for size in sizes) / count
         if inverse_rows * rows > 1 + 1e-9:  # else the mean is of this minibatch alone
             self.noise.add(squares / count, inverse_rows, mean, rows)

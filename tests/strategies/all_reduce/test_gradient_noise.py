@@ -347,3 +347,26 @@ def test_what_is_measured_takes_one_number_a_step(
     steps, at_an_epochs_end = 6, [3 * 8]
     measured = [octets for _, dtype, octets in sent if dtype is torch.float64]
     assert measured == ([8] * steps + at_an_epochs_end) * 2
+
+
+@every(
+    ("loss", "rate"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.full((3,), 0.1, dtype=torch.float64)), 0.1),
+        (nn.CrossEntropyLoss(reduction="sum"), 0.1 / 4),
+    ],
+)
+def test_its_steps_do_not_depend_on_what_the_loss_divides_by(loss: nn.Module, rate: float) -> None:
+    """Weights that are all the same cancel, and a sum is four times the mean of a worker's rows."""
+    mean, other = (
+        run_world(
+            make_job(mlp(), strategy=AdaScale(), optimizer=partial(SGD, lr=lr), loss=of, epochs=2),
+            classification([16, 16]).shards(),
+            ranks_as="processes",
+        )
+        for of, lr in ((nn.CrossEntropyLoss(), 0.1), (loss, rate))
+    )
+    assert 1.2 < mean.history[0].measured["adascale_gain"] < 1.9
+    assert relative_error(other.module, mean.module) < 1e-9
+    for mine, theirs in zip(other.history, mean.history, strict=True):
+        assert mine.measured == pytest.approx(theirs.measured, rel=1e-9)
