@@ -20,6 +20,8 @@ class Step:
         last: whether no other minibatch follows.
         passes: the minibatches until now, each with the factor on its mean loss.
         gain: the factor for the learning rates.
+        factor: what makes the gradients that have travelled those of a mean, where the loss divides
+            by something else than rows, or by nothing.
     """
 
     rows: Sequence[int]
@@ -28,6 +30,7 @@ class Step:
     last: bool = False
     passes: list[tuple[Batch | None, float]] = field(default_factory=list)
     gain: float = 1.0
+    factor: float = 1.0
 
     @property
     def total(self) -> int:

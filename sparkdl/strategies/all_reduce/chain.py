@@ -55,11 +55,11 @@ class Divided(Transform):
         self._counted = 0.0
         with self._collective.guarded("the sum of what the loss is divided by"):
             self._collective.all_reduce(total)
-        factor = step.total / total.item() if total else 0.0
-        if factor != 1.0:
+        step.factor = step.total / total.item() if total else 0.0
+        if step.factor != 1.0:
             for parameter in self._replica.stepped():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+                    parameter.grad.mul_(step.factor)
 
 
 @dataclass(eq=False)
@@ -108,6 +108,7 @@ class Reducer:
                 weight = step.counts * collective.world_size / step.total
                 if replica.adds_losses:
                     weight = 0.0 if step.batch is None else float(collective.world_size)
+                    step.factor = 1 / step.total
                 step.passes.append((step.batch, weight))
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if step.batch is not None:

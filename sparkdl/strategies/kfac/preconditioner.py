@@ -204,7 +204,7 @@ class Preconditioning(Transform):
     def after_reduction(self, step: Step) -> None:
         """Overwrite the gradients, which all workers have, with preconditioned ones."""
         if self._settings.updates_factors(self._steps):
-            self._update_factors(step.total)
+            self._update_factors(step)
         if self._settings.decomposes(self._steps):
             self._decompose()
         self._steps += 1
@@ -227,16 +227,16 @@ class Preconditioning(Transform):
         for name, values in zip(there, found, strict=True):
             self.layers[name].set_gradient(values * nu)
 
-    def _update_factors(self, rows: int) -> None:
-        workers, decay = self._everyone.world_size, self._settings.decay
+    def _update_factors(self, step: Step) -> None:
+        rows, workers, decay = step.total, self._everyone.world_size, self._settings.decay
         sums = [total for pair in self._sums.values() for total in pair]
         _share(sums, self._everyone)
         for name, (sum_a, sum_g) in self._sums.items():
             if not sum_a.any():
                 continue
             self._seen.add(name)
-            # The gradients of a row's loss are those of loss * workers / rows.
-            now = sum_a / rows, sum_g * (rows / workers**2)
+            # The gradients of a row's loss are those of loss * workers / rows, but for the factor.
+            now = sum_a / rows, sum_g * (rows * (step.factor / workers) ** 2)
             for factor, moment in zip(self._factors[name], now, strict=True):
                 factor.lerp_(moment, 1 - decay)
         for total in sums:

@@ -330,3 +330,23 @@ def test_rows_that_a_worker_runs_for_others_only_are_not_counted() -> None:
 
     beside: Any = trained(BesideNorm, sync=True)
     assert relative_error(beside.mlp, trained(mlp, sync=False)) < 1e-9
+
+
+@every(
+    ("loss", "rate"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.full((3,), 0.1, dtype=torch.float64)), 0.1),
+        (nn.CrossEntropyLoss(reduction="sum"), 0.1 / 4),
+    ],
+)
+def test_its_steps_do_not_depend_on_what_the_loss_divides_by(loss: nn.Module, rate: float) -> None:
+    """Weights that are all the same cancel, and a sum is four times the mean of a step's rows."""
+    strategy = GradientAllReduce(preconditioner=KFACPreconditioner(0.05, 0.9, 2, 3, 0.02))
+    mean, other = (
+        run_world(
+            make_job(mlp(), strategy=strategy, optimizer=partial(SGD, lr=lr), loss=of, epochs=2),
+            classification([16]).shards(),
+        ).module
+        for of, lr in ((nn.CrossEntropyLoss(), 0.1), (loss, rate))
+    )
+    assert relative_error(other, mean) < 1e-9
