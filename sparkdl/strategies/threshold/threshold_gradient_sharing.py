@@ -326,7 +326,7 @@ class _Sharing:
         for window in group.rounds(
             run, self._strategy.period, every, lambda: self._mine(run), last=last
         ):
-            self._share(run, group, group.examples_of(window))
+            self._share(run, group, group.weights_of(run, window))
             self._take_center(run)
 
     def _find_shares(self, run: Run, window: WindowReport) -> None:
@@ -357,27 +357,27 @@ class _Sharing:
     def _mine(self, run: Run) -> list[Tensor]:
         return run.replica.segments(with_optimizer=False)
 
-    def _share(self, run: Run, group: WorkerGroup, examples: Sequence[int]) -> None:
+    def _share(self, run: Run, group: WorkerGroup, weights: Sequence[float]) -> None:
         """Form the center from everyone's shares, on each worker in the same order."""
         collective = group.collective
-        if examples[collective.index]:
+        if weights[collective.index]:
             self._find_shares(run, run.window())
         messages = [_message(share) for share in self._shares]
-        if not examples[collective.index]:
+        if not weights[collective.index]:
             messages = [message[:0] for message in messages]
         mine = torch.tensor([len(message) for message in messages])
         lengths = [sizes.tolist() for sizes in _everyones(collective, mine)]
         room = torch.zeros(max(map(sum, lengths)), dtype=torch.uint8)
         torch.cat(messages, out=room[: sum(lengths[collective.index])])
         bodies = _everyones(collective, room)
-        first, total = next(i for i, count in enumerate(examples) if count), sum(examples)
-        for index, count in enumerate(examples):
-            if not count:
+        first, total = next(i for i, weight in enumerate(weights) if weight), sum(weights)
+        for index, weight in enumerate(weights):
+            if not weight:
                 continue
             parts = torch.split(bodies[index][: sum(lengths[index])], lengths[index])
             for center, part in zip(self._center, parts, strict=True):
                 if center.is_floating_point():
-                    Sparse(center.dtype).add(part, center.numpy(), count / total)
+                    Sparse(center.dtype).add(part, center.numpy(), weight / total)
                 elif index == first:
                     center.copy_(part.clone().view(center.dtype))
 

@@ -66,6 +66,19 @@ def test_among_executors_it_is_what_it_is_in_the_driver() -> None:
     assert relative_error(executors, driver) < 1e-9
 
 
+def test_executors_weigh_what_they_send_by_what_the_loss_divides_by() -> None:
+    strategy = ThresholdGradientSharing(0.0, sparsity=None, clip=None, period=2)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64))
+    driver, executors = (
+        run_world(job(strategy=each, loss=loss, epochs=1), DATA.shards(), ranks_as=ranks_as).module
+        for each, ranks_as in (
+            (strategy, "threads"),
+            (replace(strategy, aggregation="executors"), "processes"),
+        )
+    )
+    assert relative_error(executors, driver) < 1e-9
+
+
 class Normed(nn.Module):
     """With buffers, of numbers and of integers."""
 
@@ -123,6 +136,7 @@ def half_precision_run() -> Run:
     module = nn.Linear(2, 1, bias=False).bfloat16()
     nn.init.ones_(module.weight)
     replica = Replica(module, partial(torch.optim.SGD, lr=0.0), nn.MSELoss())
+    replica.use_loss("rows")
     alone: Any = Alone(torch.ones(2))
     return Run(0, replica, alone, rows=100, collective=alone)
 
@@ -340,5 +354,5 @@ def test_executors_send_each_other_the_same_messages(
         epochs=2,
     )
     run_world(given, classification([4 * steps], dtype=np.float32).shards())
-    lengths, messages = 8, 8 + 4 * moving
-    assert Counter(octets for *_, octets in sent) == {lengths: 2 * steps, messages: 2 * steps}
+    messages, of_a_number = 8 + 4 * moving, 2 * 2 * steps  # weights and lengths
+    assert Counter(octets for *_, octets in sent) == {8: of_a_number, messages: 2 * steps}
