@@ -38,7 +38,7 @@ def _piece(name: str, tensor: Tensor) -> Piece:
         raise CheckpointError(f"tensor '{name}' is {tensor.dtype}, which cannot be saved")
 
     def blocks(size: int) -> Iterator[memoryview]:
-        octets = _octets(tensor.detach().resolve_conj().contiguous().cpu())
+        octets = _octets(tensor.detach().resolve_conj().resolve_neg().contiguous().cpu())
         for start in range(0, len(octets), size):
             yield octets[start : start + size]
 

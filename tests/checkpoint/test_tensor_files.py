@@ -172,6 +172,7 @@ def test_dtypes_that_frozen_weights_may_have_are_written(dtype: torch.dtype) -> 
         torch.arange(12.0).view(3, 4).t(),
         torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
         torch.complex(torch.arange(3.0), torch.ones(3)).conj().imag,
+        torch.complex(torch.zeros(1), torch.ones(1)).conj().imag,
     ],
 )
 def test_a_view_is_written_as_it_looks(values: Tensor) -> None:

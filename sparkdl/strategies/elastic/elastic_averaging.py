@@ -18,7 +18,7 @@ differ in which center a replica is pulled to:
 The optimizer's momentum is a different one: with ``SGD(momentum=m)`` this is MEASGD (You et al.,
 equations 5 and 6). With ``SGD(momentum=m, nesterov=True)`` it is nearly EAMSGD: torch's parameters
 are the paper's x + m * v, where gradients are taken, and the spring ends there. With the argument
-``momentum`` it is EAMSGD itself, whatever the optimizer; see ``nesterov``.
+``momentum`` it is EAMSGD itself, whatever the optimizer; see ``springs``.
 
 The center is what is saved and validated; a replica takes up its own parameters again when the next
 epoch starts. Buffers, such as BatchNorm's statistics, are each replica's own; the center's become
