@@ -46,6 +46,8 @@ from sparkdl.strategies.elastic.springs import HogwildSpring, Spring, SpringAmon
 
 CENTER_RATE = 0.9
 """b = workers * a in the experiments of Zhang et al."""
+MEETING = ("asynchronous", "round_robin")
+"""The modes in which a replica is pulled to the center that it meets, known only from the reply."""
 _RATE = number("> 0 and <= 1", lambda rate: 0 < rate <= 1)
 
 
@@ -131,60 +133,43 @@ class ElasticAveraging(PeriodicStrategy[Spring]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self._among_workers and not self._in_step:
+        if self.aggregation == "executors" and self.mode != "synchronous":
             raise ConfigError(
                 f"mode={self.mode!r} is for aggregation='driver': among executors the sums are "
                 "all-reduced, in step"
             )
-        if self.moving_rate == 1 and self._meets:
+        if self.moving_rate == 1 and self.mode in MEETING:
             raise ConfigError(
                 f"moving_rate must be < 1 in {self.mode} mode, got {self.moving_rate!r}"
             )
-
-    @property
-    def _in_step(self) -> bool:
-        return self.mode == "synchronous"
-
-    @property
-    def _meets(self) -> bool:
-        """Whether a replica is pulled to the center that it meets, known only from the reply."""
-        return self.mode in ("asynchronous", "round_robin")
-
-    @property
-    def _overlaps(self) -> bool:
-        return self.mode == "hogwild"
-
-    @property
-    def _among_workers(self) -> bool:
-        return self.aggregation == "executors"
 
     @property
     def needs(self) -> Needs:
         """Only the driver, if it has the center; each worker keeps its optimizer's state."""
         return Needs(
             exchanges_optimizer_state=False,
-            collective=self._among_workers,
-            steps_ahead=self.period if self._overlaps else 0,
+            collective=self.aggregation == "executors",
+            steps_ahead=self.period if self.mode == "hogwild" else 0,
         )
 
     @property
     def wire_format(self) -> WireFormat:
         """The replicas' values, if they are pulled to the center as it is at that moment."""
-        return CHANGES if self._overlaps else FULL_PRECISION
+        return CHANGES if self.mode == "hogwild" else FULL_PRECISION
 
     @property
     def center_update(self) -> CenterUpdate:
         """The center's end of the springs; among executors, the driver is sent the center."""
-        if self._among_workers:
+        if self.aggregation == "executors":
             return ReplaceByMean()
-        return ElasticPull(self.moving_rate, buffers=not self._in_step)
+        return ElasticPull(self.moving_rate, buffers=self.mode != "synchronous")
 
     @property
     def round_policy(self) -> RoundPolicy:
         """Waits for everyone, nobody, or whoever comes before."""
         if self.mode == "round_robin":
             return RoundRobin(self.period)
-        return All() if self._in_step else Nobody()
+        return All() if self.mode == "synchronous" else Nobody()
 
     def require_workers(self, num_workers: int) -> None:
         """Check that pulls to one and the same center do not make it overshoot ever further."""
@@ -219,11 +204,11 @@ class ElasticAveraging(PeriodicStrategy[Spring]):
         """
         self.require_workers(run.world_size)
         rate = rate_of(self.moving_rate, run.world_size)
-        if self._among_workers:
+        if self.aggregation == "executors":
             return SpringAmongWorkers(run, rate, self.momentum, self.period)
-        if self._overlaps:
+        if self.mode == "hogwild":
             return HogwildSpring(run, rate, self.momentum)
-        return Spring(run.replica, rate, self.momentum, from_last=not self._meets)
+        return Spring(run.replica, rate, self.momentum, from_last=self.mode not in MEETING)
 
     def train_epoch(self, run: Run, state: Spring, batches: Iterable[Batch]) -> None:
         """Train the replica's own parameters, and leave it with the epoch's final center."""
@@ -242,7 +227,7 @@ class ElasticAveraging(PeriodicStrategy[Spring]):
 
     def exchange(self, run: Run, state: Spring, *, last: bool) -> None:
         """Move both ends of the spring, and in the epoch's last window take its final center."""
-        if last and self._meets and run.examples:
+        if last and self.mode in MEETING and run.examples:
             # The final center includes what others did, so that this one's part cannot be told.
             state.exchange(run, last=False)
         state.exchange(run, last=last)

@@ -141,20 +141,16 @@ class Spring:
             self._find_pull(mine, self._other, self._rate)
         for values, other in zip(mine, self._other, strict=True):
             other.copy_(values)
-        self._to_places(self._parameters(self._other))
+        self._nesterov.to_places(self._parameters(self._other))
 
     def _find_pull(self, mine: list[Tensor], center: list[Tensor], rate: float) -> None:
         ends = zip(self._parameters(mine), self._parameters(center), self._pull, strict=True)
-        for index, (values, held, pull) in enumerate(ends):
+        for values, held, pull in ends:
             torch.sub(values, held, out=pull)
-            self._nesterov.to_place(pull, index)
+        self._nesterov.to_places(self._pull)
+        for pull in self._pull:
             pull.mul_(rate)
         self._known = True
-
-    def _to_places(self, parameters: list[Tensor]) -> None:
-        """Turn parameters into where the springs end, from where gradients are taken."""
-        for index, values in enumerate(parameters):
-            self._nesterov.to_place(values, index)
 
     def _segments(self) -> list[Tensor]:
         return self._replica.segments(with_optimizer=False)
@@ -231,7 +227,7 @@ class SpringAmongWorkers(Spring):
             else:
                 travels.zero_()
         if takes_part:
-            self._to_places(self._sums)
+            self._nesterov.to_places(self._sums)
         buffers = [
             (values, center)
             for kind, values, center in zip(self._kinds, mine, self._other, strict=True)
@@ -356,15 +352,10 @@ class NesterovMomentum:
         for values, left_at in zip(parameters, self._left_at, strict=self._momentum > 0):
             left_at.copy_(values)
 
-    def to_place(self, values: Tensor, index: int) -> None:
-        """Turn parameters into x.
-
-        Args:
-            values: parameters number ``index``, or a copy of them; overwritten.
-            index: counted from 0.
-        """
-        if self._momentum:
-            values.add_(self._velocity[index], alpha=-self._momentum)
+    def to_places(self, parameters: Sequence[Tensor]) -> None:
+        """Turn parameters, or copies of them, into x, where the springs end."""
+        for values, velocity in zip(parameters, self._velocity, strict=self._momentum > 0):
+            values.add_(velocity, alpha=-self._momentum)
 
     def saved(self) -> dict[str, Any]:
         """For ``restore``."""

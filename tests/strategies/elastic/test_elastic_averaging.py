@@ -164,7 +164,7 @@ def test_parameters_move_as_torch_s_do_and_the_place_is_the_one_before_the_look_
         x = x + v
         assert np.allclose(ours.detach(), torchs.detach(), rtol=1e-12, atol=1e-15)
         place = ours.detach().clone()
-        momentum.to_place(place, 0)
+        momentum.to_places([place])
         assert np.allclose(place, x, rtol=1e-12, atol=1e-15)
 
 
