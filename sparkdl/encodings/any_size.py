@@ -10,7 +10,7 @@ size, at least twice the declared one, as ``Image.thumbnail`` does.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,14 @@ _TRANSPOSED = frozenset({5, 6, 7, 8})
 
 
 class AnySize(Pictures):
-    """Encoded images and Spark's image structs; subclasses say how they are brought to a size."""
+    """Encoded images and Spark's image structs, brought to the declared size.
+
+    Args:
+        fit: a key of ``FITTED``.
+    """
+
+    def __init__(self, fit: str) -> None:
+        self.name, self._fit = f"image {fit}", fit
 
     def reads(self, other: Encoding) -> bool:
         """Binary rows, and images as Spark reads them."""
@@ -44,60 +51,32 @@ class AnySize(Pictures):
 
         is_struct = pa.types.is_struct(row.type)
         image = of_struct(library, row) if is_struct else _reduced(library, row.as_buffer(), size)
-        return self.fitted(ImageOps, upright(library, image, mode), size)
-
-    @abstractmethod
-    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
-        """The image in that size.
-
-        Args:
-            operations: ``PIL.ImageOps``.
-            image: of any size.
-            size: the declared one.
-        """
+        return FITTED[self._fit](ImageOps, upright(library, image, mode), size)
 
 
-class Cropped(AnySize):
-    """Scaled until it covers the declared size; what lies beyond, on both sides, is cut off."""
+def padded(operations: Any, image: Any, size: Size) -> Any:
+    """``ImageOps.pad``; with alpha, the rest is transparent.
 
-    name = "image cropped"
-
-    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
-        """``ImageOps.fit``."""
-        return operations.fit(image, size)
-
-
-class Padded(AnySize):
-    """Scaled until it fits into the declared size; the rest, on both sides, is black."""
-
-    name = "image padded"
-
-    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
-        """``ImageOps.pad``; with alpha, the rest is transparent.
-
-        Raises:
-            ValueError: less than half a pixel of the image would be left, and all would be black.
-        """
-        width, height = image.size
-        if min(width, height) * min(size[0] / width, size[1] / height) <= 0.5:
-            raise ValueError(
-                f"it has {height} x {width} pixels, of which {size[1]} x {size[0]} would show "
-                "nothing: use imageFit='crop' or 'stretch'"
-            )
-        return operations.pad(image, size)
+    Raises:
+        ValueError: less than half a pixel of the image would be left, and all would be black.
+    """
+    width, height = image.size
+    if min(width, height) * min(size[0] / width, size[1] / height) <= 0.5:
+        raise ValueError(
+            f"it has {height} x {width} pixels, of which {size[1]} x {size[0]} would show "
+            "nothing: use imageFit='crop' or 'stretch'"
+        )
+    return operations.pad(image, size)
 
 
-class Stretched(AnySize):
-    """Resized to the declared size, whatever its own proportions."""
-
-    name = "image stretched"
-
-    def fitted(self, operations: Any, image: Any, size: Size) -> Any:
-        """``Image.resize``."""
-        return image.resize(size)
-
-
-FITS: dict[str, AnySize] = {"crop": Cropped(), "pad": Padded(), "stretch": Stretched()}
+FITTED: dict[str, Callable[[Any, Any, Size], Any]] = {
+    "cropped": lambda operations, image, size: operations.fit(image, size),
+    "padded": padded,
+    "stretched": lambda operations, image, size: image.resize(size),
+}
+"""Brings an image to a size, with ``PIL.ImageOps``: scaled until it covers it, and cut off on both
+sides; scaled until it fits into it, on black; or resized whatever its own proportions."""
+FITS = {"crop": AnySize("cropped"), "pad": AnySize("padded"), "stretch": AnySize("stretched")}
 """How images are brought to the declared size, by the value of ``imageFit``."""
 
 

@@ -64,7 +64,7 @@ class Encoding(ABC):
         dimension_names: the names of a row's dimensions, where they have any, for messages.
     """
 
-    name: ClassVar[str]
+    name: str
     numeric: ClassVar[bool] = True
     paddable: ClassVar[bool] = False
     chosen: ClassVar[bool] = False
