@@ -92,14 +92,23 @@ class Collective:
                     own = replace(self, members=tuple(members), _group=group)
         return own
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Overwrite a tensor with the sum of all ranks' tensors and return it."""
-        with self.guarded("an all-reduce"), self.clock.phase(EXCHANGE):
-            dist.all_reduce(tensor, group=self._group)
+    def all_reduce(self, tensor: Tensor, trees: TreeSum | None = None) -> Tensor:
+        """Overwrite a tensor with the sum of all ranks' tensors and return it.
+
+        Args:
+            tensor: this rank's.
+            trees: along which it is added up; None for the backend's own way.
+        """
+        what = "an all-reduce" if trees is None else "an all-reduce in trees"
+        with self.guarded(what), self.clock.phase(EXCHANGE):
+            if trees is None:
+                dist.all_reduce(tensor, group=self._group)
+            else:
+                trees(tensor)
         return tensor
 
     def in_trees(self, colors: int, chunk_bytes: int) -> TreeSum:
-        """What adds up tensors along trees, for ``all_reduce_by``; every member has to make it.
+        """What adds up tensors along trees, for ``all_reduce``; every member has to make it.
 
         It has connections of its own, so that the others notice at once when it has failed.
 
@@ -114,11 +123,6 @@ class Collective:
             timeout = timedelta(seconds=self.deadline_s)
             group = dist.ProcessGroupGloo(store, self.index, self.world_size, timeout)
         return TreeSum(group, colors, chunk_bytes)
-
-    def all_reduce_by(self, add_up: TreeSum, tensor: Tensor) -> None:
-        """As ``all_reduce``, along trees."""
-        with self.guarded("an all-reduce in trees"), self.clock.phase(EXCHANGE):
-            add_up(tensor)
 
     def begin_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Start an ``all_reduce``; returns a function that waits for its end.

@@ -128,10 +128,7 @@ class WorkerGroup:
                 wide.zero_()  # multiplying by 0 would keep NaN
             elif weight != 1.0:
                 wide.mul_(weight)
-            if self._trees is None:
-                self.collective.all_reduce(wide)
-            else:
-                self.collective.all_reduce_by(self._trees, wide)
+            self.collective.all_reduce(wide, self._trees)
             if total != 1.0:
                 wide.div_(total)
             if wide is not values:

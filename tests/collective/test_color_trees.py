@@ -182,7 +182,7 @@ def test_a_member_that_is_killed_is_named_by_the_others(background: bool) -> Non
                 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
             values = torch.ones(200_000)
             if not background:
-                collective.all_reduce_by(add_up, values)
+                collective.all_reduce(values, add_up)
             else:
                 with collective.guarded("the sum of gradients"):
                     add_up.begin(values).wait()
