@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,30 +29,23 @@ def has_lazy_parameters(module: nn.Module) -> bool:
     return any(map(is_lazy, [*module.parameters(), *module.buffers()]))
 
 
-@dataclass(frozen=True)
-class Initialized:
-    """Builds a model with lazy layers, and shows it a batch of zeros.
+def initialized(
+    model: ModelBuilder, schema: FeedSchema, *, features_as_kwargs: bool = False, items: int = 1
+) -> nn.Module:
+    """Build a model with lazy layers, and show it a batch of zeros; the caller seeds.
 
-    Attributes:
+    Args:
         model: the builder.
         schema: the batch's tensors, all of known shapes except for padded ones.
         features_as_kwargs: as for ``Replica``.
         items: number of items in each padded row.
     """
-
-    model: ModelBuilder
-    schema: FeedSchema
-    features_as_kwargs: bool = False
-    items: int = 1
-
-    def __call__(self) -> nn.Module:
-        """Build the model; the caller seeds the random numbers."""
-        module = self.model()
-        rows = [equal_rows(each, torch.zeros(2), self.items) for each in self.schema.stored]
-        with left_as_it_was(module, values=False), torch.no_grad():
-            features = self.schema.batch(rows, last=True).features
-            forward(module.eval(), features, as_kwargs=self.features_as_kwargs)
-        return module
+    module = model()
+    rows = [equal_rows(each, torch.zeros(2), items) for each in schema.stored]
+    with left_as_it_was(module, values=False), torch.no_grad():
+        features = schema.batch(rows, last=True).features
+        forward(module.eval(), features, as_kwargs=features_as_kwargs)
+    return module
 
 
 class WarmStart:
@@ -99,7 +92,7 @@ class WarmStart:
             for name, each in module.named_parameters(remove_duplicate=False)
             if not each.requires_grad
         }
-        return WithFrozenValues(build, frozen) if frozen else build
+        return partial(_with_values, build, frozen) if frozen else build
 
     def apply(self, module: nn.Module) -> None:
         """Overwrite the part of a model that is sent: trained parameters and buffers."""
@@ -118,25 +111,13 @@ class WarmStart:
         return f"{numel} values (SHA-256 {found.hexdigest()[:16]})"
 
 
-@dataclass(frozen=True)
-class WithFrozenValues:
-    """Builds a model and overwrites some parameters that require no gradient.
-
-    Attributes:
-        model: the builder.
-        values: the values by parameter name.
-    """
-
-    model: ModelBuilder
-    values: Mapping[str, Tensor]
-
-    def __call__(self) -> nn.Module:
-        """Build the model; the caller seeds the random numbers."""
-        module = self.model()
-        with torch.no_grad():
-            for name, values in self.values.items():
-                module.get_parameter(name).copy_(values)
-        return module
+def _with_values(model: ModelBuilder, values: Mapping[str, Tensor]) -> nn.Module:
+    """Build a model, and overwrite some parameters by name; the caller seeds."""
+    module = model()
+    with torch.no_grad():
+        for name, each in values.items():
+            module.get_parameter(name).copy_(each)
+    return module
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -127,15 +127,15 @@ def lazy() -> nn.Module:
 def test_lazy_layers_learn_their_shapes_and_nothing_else_from_a_batch_of_zeros() -> None:
     assert initial.has_lazy_parameters(lazy())
     torch.manual_seed(5)
-    module = initial.Initialized(lazy, FLOATS)()
+    module = initial.initialized(lazy, FLOATS)
     assert not initial.has_lazy_parameters(module)
     assert module[0].weight.shape == (8, 6)
     assert all(each.training for each in module.modules())
     assert module[1].num_batches_tracked == 0
     torch.manual_seed(5)
-    again = initial.Initialized(lazy, FLOATS)()
+    again = initial.initialized(lazy, FLOATS)
     assert all(map(torch.equal, module.parameters(), again.parameters()))
-    kept = initial.Initialized(lambda: nn.Sequential(lazy(), nn.Dropout().eval()), FLOATS)()
+    kept = initial.initialized(lambda: nn.Sequential(lazy(), nn.Dropout().eval()), FLOATS)
     assert [each.training for each in kept] == [True, False]
 
 
@@ -144,7 +144,7 @@ INSTANCE = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 3))
 
 @every("given", [lazy, partial(copy.deepcopy, INSTANCE)])
 def test_a_lazy_model_trains_on_every_worker_from_the_same_values(given: Any) -> None:
-    model = initial.Initialized(given, FLOATS)
+    model = partial(initial.initialized, given, FLOATS)
     job = make_job(model, schema=FLOATS, strategy=ParameterAveraging(2), epochs=2)
     shards = classification([12, 8]).shards()
     first, second = (run_world(job, shards).module for _ in range(2))

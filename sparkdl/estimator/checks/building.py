@@ -19,7 +19,7 @@ from sparkdl.estimator.schema import fed_columns
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, LossFunction, ModelBuilder, OptimizerBuilder
 from sparkdl.replica import Replica
-from sparkdl.replica.initial import Initialized, has_lazy_parameters
+from sparkdl.replica.initial import has_lazy_parameters, initialized
 from sparkdl.replica.optimizer_state import NamedParameters, build_optimizer
 from sparkdl.user_code.tracebacks import message_of, text_of
 
@@ -153,5 +153,6 @@ def build_whole(
     lengths = [len(value) if spec.row_shape == (UNKNOWN,) else None for spec, value in known]
     items = (len(value) for spec, value in known if spec.padding is not None)
     schema = schema if row is None else schema.of_lengths(lengths)
-    whole = Initialized(builder, schema, as_kwargs, max(items, default=1) or 1)
+    most = max(items, default=1) or 1
+    whole = partial(initialized, builder, schema, features_as_kwargs=as_kwargs, items=most)
     return whole, built(whole)
