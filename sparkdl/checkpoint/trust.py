@@ -68,18 +68,15 @@ class Trust:
 _around: contextvars.ContextVar[Trust] = contextvars.ContextVar("sparkdl_trust")
 
 
-@contextlib.contextmanager
-def trusted_pickles() -> Iterator[None]:
+def trusted_pickles() -> contextlib.AbstractContextManager[None]:
     """Trust everything inside a ``with`` block, for example for ``PipelineModel.load``.
 
     A pickle runs code of its author's choice: use it only on files that you trust.
     """
-    with _trusted(True):
-        yield
+    return _trusted(True)
 
 
-@contextlib.contextmanager
-def trusted_modules(*modules: str) -> Iterator[None]:
+def trusted_modules(*modules: str) -> contextlib.AbstractContextManager[None]:
     """Trust modules inside a ``with`` block, for example for ``PipelineModel.load``.
 
     Loading there may import them and call what they define with arguments from the files; pickles
@@ -91,8 +88,7 @@ def trusted_modules(*modules: str) -> Iterator[None]:
     Raises:
         ConfigError: a name is not a module's name.
     """
-    with _trusted(modules):
-        yield
+    return _trusted(modules)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from sparkdl.protocols import (
     Targets,
 )
 from sparkdl.replica.buffers import Buffers, left_as_it_was
-from sparkdl.replica.flat import apart_from, flatten
+from sparkdl.replica.flat import FlatGroup, apart_from, flatten
 from sparkdl.replica.frozen import FrozenParameters
 from sparkdl.replica.losses import LossUse, MinibatchLoss, ModelLoss
 from sparkdl.replica.optimizer_state import NamedParameters, OptimizerState, build_optimizer
@@ -66,7 +66,9 @@ class Replica:
         ModelError: no parameter requires a gradient.
 
     Attributes:
+        clip_norm: as given.
         frozen: the parameters that require no gradient; they are not in the segments.
+        optimizer_state: the optimizer's, in the segments.
         divisor: what the loss of the last minibatch was divided by, a float64 scalar; None where
             that was its number of rows.
         shards: what this worker has of the trained parameters; None while that is all.
@@ -87,7 +89,7 @@ class Replica:
         features_as_kwargs: bool = False,
     ) -> None:
         self.features_as_kwargs = features_as_kwargs
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._precision = precision
         self.device = torch.device(device)
         self.module = module.to(self.device)
@@ -111,7 +113,7 @@ class Replica:
         self.optimizer = build_optimizer(optimizer, self._named)
         self._build_schedule = partial(Schedule, build=scheduler, unit=scheduler_every)
         self.schedule = self._build_schedule(self.optimizer)
-        self._optimizer_state = OptimizerState(self.optimizer)
+        self.optimizer_state = OptimizerState(self.optimizer)
 
     def shard(self, index: int, count: int) -> None:
         """Keep only a part of the trained parameters, and so of gradients and optimizer state.
@@ -192,7 +194,7 @@ class Replica:
         """
         self.optimizer = build(self._build_optimizer, self._named)
         self.schedule = self._build_schedule(self.optimizer)
-        self._optimizer_state = OptimizerState(self.optimizer)
+        self.optimizer_state = OptimizerState(self.optimizer)
 
     def reset_optimizer_state(self) -> None:
         """Make the optimizer go on as if it had taken no step, at its present learning rate.
@@ -201,12 +203,7 @@ class Replica:
         """
         # Some optimizers have state before their first step that only they can create.
         self.optimizer.state = build_optimizer(self._build_optimizer, self._named).state
-        self._optimizer_state = OptimizerState(self.optimizer)
-
-    @property
-    def clips_gradients(self) -> bool:
-        """Whether gradients are scaled down before an optimizer step if their norm is large."""
-        return self._clip_norm is not None
+        self.optimizer_state = OptimizerState(self.optimizer)
 
     def step(self, batch: Batch) -> Tensor:
         """Train on one minibatch.
@@ -227,13 +224,13 @@ class Replica:
         Args:
             gain: factor on the learning rates for this step.
         """
-        if self._clip_norm is not None:
+        if self.clip_norm is not None:
             cut = self.shards or self.strips
             if cut is None:
-                torch.nn.utils.clip_grad_norm_(self.trainable(), self._clip_norm)
+                torch.nn.utils.clip_grad_norm_(self.trainable(), self.clip_norm)
             else:
-                cut.clip(self.trainable(), self._clip_norm)
-        self._optimizer_state.take_over()
+                cut.clip(self.trainable(), self.clip_norm)
+        self.optimizer_state.take_over()
         with nullcontext() if self.strips is None else self.strips.stepped(self.optimizer):
             if gain == 1.0:
                 self.optimizer.step()
@@ -344,17 +341,15 @@ class Replica:
         self.frozen.glance()
         self._reclaim_parameters()
         self._buffers.reclaim()
-        groups = list(self._module_groups)
-        if with_optimizer:
-            groups += self._optimizer_state.flatten()
-        return [group.flat for group in groups]
+        return [group.flat for group in self._groups(with_optimizer)]
 
     def layout(self, *, with_optimizer: bool) -> Layout:
         """Kinds, dtypes and sizes of ``segments``."""
-        groups = list(self._module_groups)
-        if with_optimizer:
-            groups += self._optimizer_state.flatten()
-        return tuple(group.segment for group in groups)
+        return tuple(group.segment for group in self._groups(with_optimizer))
+
+    def _groups(self, with_optimizer: bool) -> list[FlatGroup]:
+        of_optimizer = self.optimizer_state.flatten() if with_optimizer else []
+        return [*self._module_groups, *of_optimizer]
 
     def whole_state(self, *, with_optimizer: bool) -> list[Tensor | ShardedSegment]:
         """The segments of all workers' parts together, and those that every worker has.
@@ -368,16 +363,16 @@ class Replica:
         shards, own = self.shards, self.segments(with_optimizer=with_optimizer and not self.shards)
         if shards is None:
             return [*own]
-        of_optimizer = shards.optimizer_segments(self._optimizer_state) if with_optimizer else []
+        of_optimizer = shards.optimizer_segments(self.optimizer_state) if with_optimizer else []
         return [*shards.parameter_segments(), *own, *of_optimizer]
 
     def count_optimizer_state(self) -> None:
         """Find out what ``segments`` will hold of an optimizer that has taken no step yet."""
-        self._optimizer_state.count()
-        counted = self._optimizer_state
+        self.optimizer_state.count()
+        counted = self.optimizer_state
         # Rebuilt, because some optimizers count their steps, even one on zero gradients.
         self.rebuild_optimizer()
-        self._optimizer_state.expect_as(counted)
+        self.optimizer_state.expect_as(counted)
 
     def release(self) -> nn.Module:
         """Give up the module: on the CPU, in evaluation mode, each tensor in its own memory.
@@ -389,10 +384,6 @@ class Replica:
             parameter.data = parameter.data.clone()
             parameter.grad = None
         return self.module.cpu().eval()
-
-    def take_over_state(self) -> None:
-        """Give the optimizer the segments' state of parameters that it has not stepped."""
-        self._optimizer_state.take_over()
 
     def _reclaim_parameters(self) -> None:
         """Copy back parameters that were reassigned to other memory (``parameter.data = ...``)."""

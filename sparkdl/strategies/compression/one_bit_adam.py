@@ -88,40 +88,31 @@ class OneBitAdam(Compression):
             ConfigError: the optimizer is not Adam or AdamW, or has an option for which there is no
                 frozen step; or gradients are to be clipped.
         """
-        require_adam(replica)
+        optimizer = replica.optimizer
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            raise ConfigError(
+                "OneBitAdam sends the momentum of torch.optim.Adam or AdamW, not of "
+                f"{type(optimizer).__name__}; PowerSGD and TopK work with any optimizer"
+            )
+        for group in optimizer.param_groups:
+            for option in ("amsgrad", "maximize", "differentiable"):
+                if group[option]:
+                    raise ConfigError(f"OneBitAdam does not support {option}=True: drop it")
+        if replica.clip_norm is not None:
+            raise ConfigError(
+                "OneBitAdam cannot clip gradients: after the warm-up no worker knows their sum. "
+                "Drop clipNorm, or use PowerSGD or TopK"
+            )
+        stepped = {each for group in optimizer.param_groups for each in group["params"]}
+        if not stepped.issuperset(replica.trainable()):
+            raise ConfigError(
+                "OneBitAdam needs every parameter that requires a gradient in the optimizer: pass "
+                "it all of them, or set requires_grad=False for those not to be trained"
+            )
 
     def compressor(self, collective: Collective, replica: Replica) -> Compressor:
         """One worker's part."""
         return _Momentum(collective, replica, self.start_after)
-
-
-def require_adam(replica: Replica) -> None:
-    """Check that a replica's optimizer is one whose variance can be frozen.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    optimizer = replica.optimizer
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise ConfigError(
-            "OneBitAdam sends the momentum of torch.optim.Adam or AdamW, not of "
-            f"{type(optimizer).__name__}; PowerSGD and TopK work with any optimizer"
-        )
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if group[option]:
-                raise ConfigError(f"OneBitAdam does not support {option}=True: drop it")
-    if replica.clips_gradients:
-        raise ConfigError(
-            "OneBitAdam cannot clip gradients: after the warm-up no worker knows their sum. "
-            "Drop clipNorm, or use PowerSGD or TopK"
-        )
-    stepped = {each for group in optimizer.param_groups for each in group["params"]}
-    if not stepped.issuperset(replica.trainable()):
-        raise ConfigError(
-            "OneBitAdam needs every parameter that requires a gradient in the optimizer: pass "
-            "it all of them, or set requires_grad=False for those not to be trained"
-        )
 
 
 class _Momentum(Compressor):
@@ -149,7 +140,7 @@ class _Momentum(Compressor):
     def average(self, gradients: Mapping[int, Tensor]) -> None:
         """Overwrite gradients with the momentum that all workers have after this step."""
         # For a resumed training, whose optimizer has not taken a step in this process.
-        self._replica.take_over_state()
+        self._replica.optimizer_state.take_over()
         workers, mine = self.collective.world_size, self.collective.index
         messages = []
         for place, gradient in gradients.items():

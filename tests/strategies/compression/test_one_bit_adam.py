@@ -119,8 +119,8 @@ def of_parameters(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramete
     return SimpleNamespace(
         optimizer=optimizer,
         trainable=lambda: parameters,
-        clips_gradients=False,
-        take_over_state=lambda: None,
+        clip_norm=None,
+        optimizer_state=SimpleNamespace(take_over=lambda: None),
     )
 
 
