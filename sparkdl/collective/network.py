@@ -141,17 +141,13 @@ def hang_up(keep: Collection[int]) -> None:
     for descriptor in map(int, os.listdir(_DESCRIPTORS)):
         # Not a socket, only listening, or closed by now.
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as found:
-                    _hang_up(found, keep)
-
-
-def _hang_up(connection: socket.socket, keep: Collection[int]) -> None:
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    ports = {connection.getsockname()[1], connection.getpeername()[1]}
-    if not ports & set(keep):
-        connection.shutdown(socket.SHUT_WR)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    ports = {found.getsockname()[1], found.getpeername()[1]}
+                    if ports.isdisjoint(keep):
+                        found.shutdown(socket.SHUT_WR)
 
 
 @dataclass(frozen=True, kw_only=True)

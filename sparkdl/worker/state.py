@@ -12,6 +12,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,7 +161,8 @@ def checkpointed_state(run: Run, strategy: Strategy[Any]) -> bytes:
         run: the worker's.
         strategy: the one by which it trains.
     """
-    return _packed(run, strategy, run.replica.optimizer, strategy.needs.exchanges_optimizer_state)
+    in_center = strategy.needs.exchanges_optimizer_state
+    return _packer(run, strategy)(run.replica.optimizer, center_has_optimizer=in_center)
 
 
 def restart_state(run: Run, strategy: Strategy[Any]) -> bytes:
@@ -174,23 +176,17 @@ def restart_state(run: Run, strategy: Strategy[Any]) -> bytes:
         run: the worker's.
         strategy: the one by which it trains.
     """
-    optimizer = run.replica.optimizer if strategy.needs.exchanges_optimizer_state else None
+    pack = partial(_packer(run, strategy), center_has_optimizer=True)
     try:
-        return _packed(run, strategy, optimizer, True)
+        return pack(run.replica.optimizer if strategy.needs.exchanges_optimizer_state else None)
     except CheckpointError:  # the state of a user's optimizer, which nobody asked to save
-        return _packed(run, strategy, None, True)
+        return pack(None)
 
 
-def _packed(
-    run: Run,
-    strategy: Strategy[Any],
-    optimizer: torch.optim.Optimizer | None,
-    center_has_optimizer: bool,
-) -> bytes:
-    return pack_worker_state(
-        optimizer,
-        run.replica.device,
-        center_has_optimizer=center_has_optimizer,
+def _packer(run: Run, strategy: Strategy[Any]) -> Callable[..., bytes]:
+    return partial(
+        pack_worker_state,
+        device=run.replica.device,
         schedule_steps=run.replica.schedule.steps,
         of_strategy={} if run.state is None else strategy.saved_state(run.state),
     )

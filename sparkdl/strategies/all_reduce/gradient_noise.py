@@ -45,11 +45,15 @@ class GradientNoise:
 
     Args:
         decay: the part of a mean that is left after a step, in [0, 1).
+
+    Attributes:
+        sums: what is saved of them.
     """
 
     def __init__(self, decay: float) -> None:
         self._decay = decay
-        self._noise = self._signal = self._counted = 0.0
+        # Of the noise, of the signal, and of 1, as they all start at 0.
+        self.sums = [0.0, 0.0, 0.0]
 
     def add(self, local: float, inverse_rows: float, mean: float, rows: int) -> None:
         """Add a step, unless its squares are not finite.
@@ -61,28 +65,17 @@ class GradientNoise:
             rows: how many these are.
         """
         noise = (local - mean) / (inverse_rows - 1 / rows)
-        if not math.isfinite(noise):
-            return
-        part = 1 - self._decay
-        self._noise += part * (noise - self._noise)
-        self._signal += part * (mean - noise / rows - self._signal)
-        self._counted += part * (1 - self._counted)
+        if math.isfinite(noise):
+            now, part = (noise, mean - noise / rows, 1.0), 1 - self._decay
+            self.sums = [
+                kept + part * (new - kept) for kept, new in zip(self.sums, now, strict=True)
+            ]
 
     @property
     def means(self) -> tuple[float, float] | None:
         """Estimates of tr(Sigma) and |G|^2, which may be negative; None before the first step."""
-        if not self._counted:
-            return None
-        return self._noise / self._counted, self._signal / self._counted
-
-    @property
-    def saved(self) -> list[float]:
-        """For ``restore``."""
-        return [self._noise, self._signal, self._counted]
-
-    def restore(self, saved: Sequence[float]) -> None:
-        """Resume from what ``saved`` returned."""
-        self._noise, self._signal, self._counted = saved
+        noise, signal, counted = self.sums
+        return (noise / counted, signal / counted) if counted else None
 
 
 def noise_scale(noise: float, signal: float) -> float | None:
@@ -209,11 +202,11 @@ class NoiseMeter(Transform):
 
     def saved(self) -> dict[str, Any]:
         """The estimates."""
-        return {"noise": self.noise.saved}
+        return {"noise": self.noise.sums}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Resume with them."""
-        self.noise.restore(saved["noise"])
+        self.noise.sums = saved["noise"]
 
     def measured(self) -> dict[str, float]:
         """Noise scale and gain by name, where known; all workers must ask for it together."""

@@ -215,14 +215,13 @@ class _Clocks(Nobody):
 
     def begin(self, positions: Sequence[Position]) -> None:
         """Note where the ranks stand."""
-        self._clocks = [self._clock(each.epoch, each.step_of_epoch) for each in positions]
+        self._clocks = [self._clock(each) for each in positions]
 
-    def _clock(self, epoch: int, steps: int) -> Clock:
-        return epoch, steps // self._period
+    def _clock(self, at: Position | WindowReport) -> Clock:
+        return at.epoch, at.step_of_epoch // self._period
 
     def _after(self, window: WindowReport) -> Clock:
-        epoch = window.epoch
-        return (epoch + 1, 0) if window.last else self._clock(epoch, window.step_of_epoch)
+        return (window.epoch + 1, 0) if window.last else self._clock(window)
 
     def _needed(self, rank: int) -> Clock | None:
         """How far others must be for a rank to go on; None at the start, where all are."""
