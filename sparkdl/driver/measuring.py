@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.averager.messages.run_events import EpochCounted, WorkerState
@@ -20,21 +21,19 @@ HOLD_OUT = (
 _BLOCK = 1 << 20
 
 
+@dataclass(frozen=True)
 class Measuring:
     """Computes the metrics of each epoch of one run.
 
-    Args:
+    Attributes:
         metrics: the metrics to compute.
         followed: the one that the learning rate follows; None if it follows none.
-
-    Attributes:
         higher_is_better: for each metric, whether larger is better; None if it does not say.
     """
 
-    def __init__(self, metrics: Metrics, followed: str | None) -> None:
-        self._metrics = metrics
-        self._followed = followed
-        self.higher_is_better = metrics.higher_is_better()
+    metrics: Metrics
+    followed: str | None
+    higher_is_better: Mapping[str, bool | None]
 
     @classmethod
     def of(cls, job: Job, mode: str | None) -> Measuring | None:
@@ -47,17 +46,12 @@ class Measuring:
         Raises:
             ConfigError: the metrics have no rows, or the schedule cannot follow its metric.
         """
-        followed = job.scheduler_metric
-        if job.metrics is None:
-            if followed is not None:
-                _require_followed(followed, {}, mode)
-            return None
-        if job.schema.validation is None:
+        if job.metrics is not None and job.schema.validation is None:
             raise ConfigError(HOLD_OUT)
-        measuring = cls(job.metrics, followed)
-        if followed is not None:
-            _require_followed(followed, measuring.higher_is_better, mode)
-        return measuring
+        known = {} if job.metrics is None else job.metrics.higher_is_better()
+        if job.scheduler_metric is not None:
+            _require_followed(job.scheduler_metric, known, mode)
+        return None if job.metrics is None else cls(job.metrics, job.scheduler_metric, known)
 
     def __call__(self, counted: EpochCounted) -> dict[str, MetricValue]:
         """Compute the metrics of an epoch.
@@ -70,7 +64,7 @@ class Measuring:
         """
         epoch = counted.epoch
         states = [_octets(rank, kept) for rank, kept in enumerate(counted.states)]
-        values = self._metrics.measure(states)
+        values = self.metrics.measure(states)
         for name, value in values.items():
             if (numbers := _numbers(value)) > MAX_NUMBERS:
                 raise ConfigError(
@@ -78,9 +72,9 @@ class Measuring:
                     f"takes at most {MAX_NUMBERS}. Curves have fewer with thresholds=200; or "
                     "measure it once, with model.evaluate(df, metrics)"
                 )
-        if self._followed is not None and not isinstance(values[self._followed], float):
+        if self.followed is not None and not isinstance(values[self.followed], float):
             raise ConfigError(
-                f"schedulerMetric='{self._followed}' came to {values[self._followed]!r:.80} after "
+                f"schedulerMetric='{self.followed}' came to {values[self.followed]!r:.80} after "
                 f"epoch {epoch}; the scheduler can follow only a metric with a single value"
             )
         return values

@@ -62,38 +62,33 @@ class Observers:
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Serving:
     """Checks what the workers report, lets them train, and passes the reports on.
 
-    Args:
+    Attributes:
         job: what is trained.
         observers: called with what concerns them.
         training: what the callbacks see.
         resumed: the checkpoint that this process started from, if there was one.
         measuring: computes the metrics; None if there are none.
-
-    Attributes:
         calls: the calls to the callbacks.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        observers: Observers,
-        training: Training,
-        resumed: ResumedCheckpoint | None = None,
-        measuring: Measuring | None = None,
-    ) -> None:
-        self._job, self._resumed, self._measuring = job, resumed, measuring
-        self._check, self._on_event = observers.check, observers.on_event
-        self._look_s = LOOK_S if observers.callbacks else math.inf
-        self._first: DataStatistics | None = None
-        self._loss_use: LossUse = None
-        self.calls = Calls(observers.callbacks, training)
+    job: Job
+    observers: Observers
+    training: Training
+    resumed: ResumedCheckpoint | None = None
+    measuring: Measuring | None = None
+    _first: DataStatistics | None = field(default=None, init=False)
+    _loss_use: LossUse = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.calls = Calls(self.observers.callbacks, self.training)
 
     def __call__(self, averager: Averager) -> None:
         """Serve an averager's workers to the end."""
-        for event in averager.events(look_s=self._look_s):
+        for event in averager.events(look_s=LOOK_S if self.observers.callbacks else math.inf):
             try:
                 self._note(averager, event)
             except SparkDLError as error:
@@ -103,18 +98,18 @@ class Serving:
 
     def tell(self, event: Event) -> None:
         """Pass an event on to callbacks and ``on_event``."""
-        training = self.calls.training
+        training = self.training
         training.recording.note(event)
         if isinstance(event, DataStatistics):
             lengths = [column.longest for column in event.columns]
-            training.schema = self._job.schema.of_lengths(lengths)
+            training.schema = self.job.schema.of_lengths(lengths)
         if training.schema is not None:  # times may arrive before the rows are known
-            self._on_event(event)
+            self.observers.on_event(event)
         self.calls(event)
 
     def settle(self, averager: Averager) -> Sequence[Tensor]:
         """After the end, make sure that all is in a checkpoint; returns the model's segments."""
-        training = self.calls.training
+        training = self.training
         if training.stopped is not None:
             logger.info("the training was stopped: %s", training.stopped)
         kept = averager.kept_model
@@ -126,10 +121,10 @@ class Serving:
 
     def _note(self, averager: Averager, event: Event) -> None:
         if isinstance(event, EpochCounted):
-            assert self._measuring is not None
-            averager.measured(event.epoch, self._measuring(event))
+            assert self.measuring is not None
+            averager.measured(event.epoch, self.measuring(event))
             return
-        training = self.calls.training
+        training = self.training
         if isinstance(event, TimePassed):
             self.calls(event)
             if training.stopped is not None:
@@ -156,13 +151,13 @@ class Serving:
 
     def _examine(self, statistics: DataStatistics) -> bool:
         """Raise if anything is wrong with the rows; returns whether this is the first check."""
-        job, resumed = self._job, self._resumed
+        job, resumed = self.job, self.resumed
         if self._first is None:
             columns = job.schema.columns
             check_statistics(statistics, columns, len(job.schema.features))
             # What the check has said of the loss, or what is known of torch's own.
             transforms = job.feed.transform is not None
-            self._loss_use = self._check(statistics) or divides_by(
+            self._loss_use = self.observers.check(statistics) or divides_by(
                 job.loss, job.schema, statistics, transforms=transforms
             )
             if resumed is not None:

@@ -12,8 +12,9 @@ order in which they travel on, so no worker ever holds them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -256,7 +257,7 @@ class ShardedModel(nn.Module):
             if isinstance(segment, Tensor):
                 continue
             if self._collective.rank == 0:
-                segment.receive = self._receiver(segment.dtype)
+                segment.receive = partial(self._receive, segment.dtype)
                 continue
             with self._collective.guarded("the sending of parameter shards"):
                 for values in segment.mine():
@@ -265,14 +266,11 @@ class ShardedModel(nn.Module):
                     self._sent.append(sending)
         return segments
 
-    def _receiver(self, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
-        def receive(rank: int, numel: int) -> Tensor:
-            values = torch.empty(numel, dtype=dtype, device=self._replica.device)
-            with self._collective.guarded("the receiving of parameter shards"):
-                dist.recv(values, rank)
-            return values
-
-        return receive
+    def _receive(self, dtype: torch.dtype, rank: int, numel: int) -> Tensor:
+        values = torch.empty(numel, dtype=dtype, device=self._replica.device)
+        with self._collective.guarded("the receiving of parameter shards"):
+            dist.recv(values, rank)
+        return values
 
 
 def _parameter_groups(unit: nn.Module) -> list[Any]:
