@@ -24,43 +24,6 @@ DENSE, SPARSE = 1, 0
 """The values of the field ``type`` of a vector; no others are valid."""
 
 
-def outside(indices: pa.Array, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Which rows have an index that is null, negative or not below the row's size."""
-    wrong = np.zeros(len(lengths), dtype=bool)
-    flat = numpy_of(indices.flatten().fill_null(-1))
-    if not len(flat) or (flat.min() >= 0 and flat.max() < sizes[lengths > 0].min()):
-        return wrong
-    row_of = rows_of(lengths)
-    wrong[row_of[(flat < 0) | (flat >= sizes[row_of])]] = True
-    return wrong
-
-
-def with_null_elements(lists: pa.Array) -> np.ndarray:
-    """Which rows are null or hold a null."""
-    wrong = null_rows(lists)
-    elements = lists.flatten()
-    if elements.null_count:
-        wrong[rows_of(lengths_of(lists))[numpy_of(elements.is_null()).astype(bool)]] = True
-    return wrong
-
-
-def null_rows(values: pa.Array) -> np.ndarray:
-    """Which rows are null, shape (rows,), bool."""
-    if not values.null_count:
-        return np.zeros(len(values), dtype=bool)
-    return numpy_of(values.is_null()).astype(bool)
-
-
-def lengths_of(lists: pa.Array) -> np.ndarray:
-    """The number of elements of each list; -1 where there is no list."""
-    return numpy_of(lists.value_lengths().fill_null(-1))
-
-
-def rows_of(lengths: np.ndarray) -> np.ndarray:
-    """The row of each element, for lists of the given lengths."""
-    return np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))
-
-
 MAX_SIZE = 1 << 24
 """The longest sparse vector. A row itself says how long it is, so a few bytes could take gigabytes.
 """
@@ -93,12 +56,14 @@ class Vectors(Encoding):
     def decode(self, values: pa.Array, shape: Shape, dtype: torch.dtype) -> DecodedRows:
         """Lists of doubles."""
         kind, size, indices, numbers = values.flatten()
-        kinds = numpy_of(kind.fill_null(-1))
+        kinds, counts = numpy_of(kind.fill_null(-1)), _lengths(numbers)
         sparse = kinds == SPARSE
-        wrong = (~sparse & (kinds != DENSE)) | null_rows(numbers)
+        wrong = (~sparse & (kinds != DENSE)) | (counts < 0)
         if sparse.any():
-            wrong |= with_null_elements(numbers)
-            wrong |= sparse & _wrong_vectors(size, indices, numbers)
+            sizes, lengths = numpy_of(size.fill_null(-1)), _lengths(indices)
+            wrong |= _with_nulls(numbers, counts)
+            wrong |= sparse & ((sizes < 0) | (sizes > MAX_SIZE) | (lengths != counts))
+            wrong |= sparse & _outside(indices, lengths, sizes)
         if wrong.any():
             row = values[int(np.flatnonzero(wrong)[0])]
             reason = (
@@ -110,7 +75,6 @@ class Vectors(Encoding):
             return self.decode(kept, shape, dtype)[0], broken_where(wrong, reason)
         if not sparse.any():
             return numbers, None
-        counts = numpy_of(numbers.value_lengths())
         lengths = np.where(sparse, numpy_of(size.fill_null(0)), counts)
         starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         rows = np.repeat(np.arange(len(values)), counts)
@@ -124,13 +88,32 @@ class Vectors(Encoding):
 VECTOR = Vectors()
 
 
-def _wrong_vectors(size: pa.Array, indices: pa.Array, numbers: pa.Array) -> np.ndarray:
-    """Which rows are not valid sparse vectors, shape (rows,), bool."""
-    sizes = numpy_of(size.fill_null(-1))
-    lengths = lengths_of(indices)
-    wrong = outside(indices, lengths, sizes)
-    wrong |= (sizes < 0) | (sizes > MAX_SIZE) | (lengths != lengths_of(numbers))
+def _lengths(lists: pa.Array) -> np.ndarray:
+    """The number of elements of each list; -1 where there is no list."""
+    return numpy_of(lists.value_lengths().fill_null(-1))
+
+
+def _with_nulls(lists: pa.Array, lengths: np.ndarray) -> np.ndarray:
+    """Which rows hold a null."""
+    wrong, elements = np.zeros(len(lists), dtype=bool), lists.flatten()
+    if elements.null_count:
+        wrong[_rows(lengths)[numpy_of(elements.is_null()).astype(bool)]] = True
     return wrong
+
+
+def _outside(indices: pa.Array, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Which rows have an index that is null, negative or not below the row's size."""
+    wrong = np.zeros(len(lengths), dtype=bool)
+    flat = numpy_of(indices.flatten().fill_null(-1))
+    if len(flat) and (flat.min() < 0 or flat.max() >= sizes[lengths > 0].min()):
+        row_of = _rows(lengths)
+        wrong[row_of[(flat < 0) | (flat >= sizes[row_of])]] = True
+    return wrong
+
+
+def _rows(lengths: np.ndarray) -> np.ndarray:
+    """The row of each element, for lists of the given lengths."""
+    return np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))
 
 
 def _count(elements: pa.Scalar) -> int | None:
