@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.errors import DisconnectedError
 from sparkdl.strategies.gossip.shown import ask, asked_for, receive, stretches_of
 from sparkdl.transport.connection import Connection
 
@@ -91,7 +90,6 @@ class Snapshots:
     def __init__(self, values: Sequence[Tensor]) -> None:
         self.size = sum(map(len, values))
         self.room = [torch.empty_like(each) for each in values]
-        self._spare = [[torch.empty_like(each) for each in values] for _ in range(2)]
         self._kept: dict[int, list[Tensor]] = {}
         self._epoch: int | None = None
         self._iteration = -1
@@ -106,7 +104,7 @@ class Snapshots:
     def open(self, epoch: int, lead: int = 1) -> None:
         """Begin an epoch, in which others may be ``lead`` iterations ahead and have to wait."""
         with self._changed:
-            self._forget(lambda iteration: True)
+            self._kept.clear()
             self._epoch, self._iteration, self._ended = epoch, -1, False
             self._lead = lead
             self._expected.clear()
@@ -130,13 +128,14 @@ class Snapshots:
 
     def publish(self, iteration: int, mine: Sequence[Tensor]) -> list[Tensor]:
         """Show what the worker has at an iteration; returns the same values in shown form."""
+        # New tensors, as visitors may still be sent those of two iterations ago.
+        shown = [
+            values.detach().to("cpu", room.dtype, copy=True)
+            for values, room in zip(mine, self.room, strict=True)
+        ]
         with self._changed:
-            self._forget(lambda kept: kept < iteration - 1)
-            shown = self._spare.pop()
-            for room, values in zip(shown, mine, strict=True):
-                room.copy_(values.detach())
-            self._kept[iteration] = shown
-            self._iteration = iteration
+            self._kept = {i: kept for i, kept in self._kept.items() if i >= iteration - 1}
+            self._kept[iteration], self._iteration = shown, iteration
             self._changed.notify_all()
             return shown
 
@@ -145,10 +144,6 @@ class Snapshots:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-
-    def _forget(self, is_old: Callable[[int], bool]) -> None:
-        for iteration in [iteration for iteration in self._kept if is_old(iteration)]:
-            self._spare.append(self._kept.pop(iteration))
 
     # The two ends of a visit.
 
@@ -186,7 +181,6 @@ class Snapshots:
 
         Raises:
             TrainingError: the other end sends what no worker of this training sends.
-            DisconnectedError: it was so slow that what it asked for is gone.
         """
         names = ("epoch", "iteration")
         _, epoch, iteration = asked_for(asked, ["symmetric"], self.size, *names)
@@ -201,11 +195,7 @@ class Snapshots:
             return
         connection.send_header({"go": True})
         for part in stretches_of(shown):
-            with self._changed:
-                if self._kept.get(iteration) is not shown:
-                    raise DisconnectedError(f"iteration {iteration} is over")
-                copy = part.clone()
-            connection.send_values(copy)
+            connection.send_values(part)
         with self._changed:
             if epoch == self._epoch:
                 self._served[iteration] += 1
