@@ -25,6 +25,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
@@ -159,7 +160,8 @@ class _Momentum(Compressor):
             chunk = decode(parts, errors.dtype).mean(0)[:size]
             if place in self._of_chunks:
                 chunk += self._of_chunks[place]
-            message, sent = encode(pad(chunk, 8 * (parts.shape[1] - SCALE_BYTES))[None], [size])
+            width = 8 * (parts.shape[1] - SCALE_BYTES)
+            message, sent = encode(functional.pad(chunk, (0, width - size))[None], [size])
             self._of_chunks[place] = chunk.sub_(sent[0, :size])
             answers.append(message[0])
 
@@ -238,14 +240,8 @@ def chunk_sizes(entries: int, workers: int) -> list[int]:
 
 def chunks_of(values: Tensor, workers: int) -> Tensor:
     """A parameter's entries, shape (entries,), padded with zeros to (workers, width)."""
-    return pad(values, 8 * octets_of(len(values), workers) * workers).view(workers, -1)
-
-
-def pad(values: Tensor, width: int) -> Tensor:
-    """Values, padded with zeros to ``width``."""
-    padded = values.new_zeros(width)
-    padded[: len(values)] = values
-    return padded
+    entries = 8 * octets_of(len(values), workers) * workers
+    return functional.pad(values, (0, entries - len(values))).view(workers, -1)
 
 
 def encode(chunks: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
