@@ -63,13 +63,11 @@ class SplitLayers(Transform):
         self.row, self._column = everyone.within(grid.rows), everyone.within(grid.columns)
         self._workers = everyone.world_size
         self._replica = run.replica
-        self._bounds = [_cut(each.out_features, grid.width) for each in self._layers]
-        self._cuts = {
-            parameter: bounds
-            for layer, bounds in zip(self._layers, self._bounds, strict=True)
+        own = {
+            parameter: self._cut(len(parameter))[self.row.index]
+            for layer in self._layers
             for parameter in layer.parameters()
         }
-        own = {whole: bounds[self.row.index] for whole, bounds in self._cuts.items()}
         self._strips = run.replica.strips = Strips(own, self.row.all_reduce)
         run.cleanup.callback(setattr, run.replica, "strips", None)
         # The last layers' gradients are there first.
@@ -89,7 +87,13 @@ class SplitLayers(Transform):
     @property
     def parameters(self) -> set[nn.Parameter]:
         """The parameters, all of them, that workers have strips of."""
-        return set(self._cuts)
+        return set(self._strips.of)
+
+    def _cut(self, outputs: int) -> list[Rows]:
+        """Where each member's strip begins and ends; some are empty if there are few outputs."""
+        members = self.row.world_size
+        ends = [outputs * place // members for place in range(members + 1)]
+        return list(itertools.pairwise(ends))
 
     def before_forward(self, step: Step) -> None:
         """Begin with a minibatch; with a step's first, forget the gradients of the last step.
@@ -222,7 +226,7 @@ class SplitLayers(Transform):
         part: Tensor = functional.linear(everyones, weight, bias)
         if part.requires_grad:
             self._awaited.append(self._names[index])
-        widths = [stop - start for start, stop in self._bounds[index]]
+        widths = [stop - start for start, stop in self._cut(layer.out_features)]
         back = [len(rows) * each for each in widths]
         outputs = _Exchange.apply(  # type: ignore[no-untyped-call]
             part.flatten(), self, [each * part.shape[1] for each in counts], back, index
@@ -304,7 +308,7 @@ class SplitLayers(Transform):
     def gather(self) -> None:
         """Put the strips together, of parameters and optimizer state; every worker has to."""
         for whole, values in self._strips.tensors(self._replica.optimizer):
-            bounds = self._cuts[whole]
+            bounds = self._cut(len(whole))
             start, stop = bounds[self.row.index]
             most = max(stop - start for start, stop in bounds)
             mine = values.new_zeros(most, *values.shape[1:])
@@ -312,12 +316,6 @@ class SplitLayers(Transform):
             for (start, stop), strip in zip(bounds, self.row.all_gather(mine), strict=True):
                 values[start:stop] = strip[: stop - start]
         self._whole = True
-
-
-def _cut(outputs: int, members: int) -> list[Rows]:
-    """Where each member's strip begins and ends; some are empty if there are few outputs."""
-    ends = [outputs * place // members for place in range(members + 1)]
-    return list(itertools.pairwise(ends))
 
 
 class _Exchange(torch.autograd.Function):
