@@ -24,8 +24,9 @@ BLOCK_BYTES = 4 << 20
 WIDTHS = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1},
     **{"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8},
-    **{"F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1},
-    "C128": 16,  # our own: the library has no name for it, and reads no such file
+    **{"F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1},
+    # Our own: the library has no name for them, and reads no such file.
+    **{"C128": 16, "F4_E2M1_X2": 1},
 }
 """Bytes of a number, by the name of its type."""
 

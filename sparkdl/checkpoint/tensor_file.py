@@ -21,6 +21,9 @@ DTYPES = {
     **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
     **{"BOOL": torch.bool, "C64": torch.complex64, "C128": torch.complex128},
 }
+for _name, _dtype in {"F8_E8M0": "float8_e8m0fnu", "F4_E2M1_X2": "float4_e2m1fn_x2"}.items():
+    if hasattr(torch, _dtype):  # since 2.7 and 2.8
+        DTYPES[_name] = getattr(torch, _dtype)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -83,8 +86,10 @@ def tensor_of(piece: Piece) -> Tensor:
     """
     try:
         tensor = torch.empty(piece.shape, dtype=DTYPES[piece.dtype])
-    except (RuntimeError, TypeError) as error:  # too many dimensions, or too large
-        raise DamagedError(f"no tensor has the shape {piece.shape!r:.200}: {error}") from error
+    except (KeyError, RuntimeError, TypeError) as error:  # too many dimensions, or too large
+        raise DamagedError(
+            f"no tensor here has type {piece.dtype} and shape {piece.shape!r:.200}: {error}"
+        ) from error
     octets, filled = _octets(tensor), 0
     for block in piece.blocks(container.BLOCK_BYTES):
         octets[filled : filled + len(block)] = block

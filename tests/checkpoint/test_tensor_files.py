@@ -84,7 +84,11 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 ALL_DTYPES = list(DTYPES.values())
-LIBRARY_DTYPES = [dtype for dtype in ALL_DTYPES if dtype is not torch.complex128]
+LIBRARY_DTYPES = [
+    dtype
+    for name, dtype in DTYPES.items()
+    if name not in ("C128", "F4_E2M1_X2", "F8_E8M0")  # of which it reads the last from files alone
+]
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -158,6 +162,7 @@ def test_the_library_sees_the_metadata(tmp_path: Path) -> None:
         *(torch.uint16, torch.uint32, torch.uint64),
         *(torch.float8_e4m3fn, torch.float8_e4m3fnuz),
         *(torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
     ],
 )
 def test_dtypes_that_frozen_weights_may_have_are_written(dtype: torch.dtype) -> None:
