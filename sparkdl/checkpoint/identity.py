@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparkdl.checkpoint.tensor_file import octets_of
 from sparkdl.user_code.needed_modules import INSTALLED, plain
 
 Parts = dict[str, bytes]
@@ -269,9 +270,8 @@ class _Digester:
     def _tensor_parts(self, value: Tensor) -> Parts:
         parts = {"kind": _hash(str(value.dtype), str(tuple(value.shape)))}
         if id(value) not in self._without_values and not value.is_meta:
-            dense = value.detach().to_dense().cpu().contiguous().resolve_conj().resolve_neg()
-            octets = dense.reshape(-1).view(torch.uint8).numpy()
-            parts["values"] = hashlib.sha256(octets.data).digest()
+            octets = octets_of(value.detach().to_dense())
+            parts["values"] = hashlib.sha256(octets).digest()
         return parts
 
     def _array_parts(self, value: np.ndarray) -> Parts:

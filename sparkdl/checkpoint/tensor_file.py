@@ -41,7 +41,7 @@ def _piece(name: str, tensor: Tensor) -> Piece:
         raise CheckpointError(f"tensor '{name}' is {tensor.dtype}, which cannot be saved")
 
     def blocks(size: int) -> Iterator[memoryview]:
-        octets = _octets(tensor.detach().resolve_conj().resolve_neg().contiguous().cpu())
+        octets = octets_of(tensor)
         for start in range(0, len(octets), size):
             yield octets[start : start + size]
 
@@ -90,13 +90,15 @@ def tensor_of(piece: Piece) -> Tensor:
         raise DamagedError(
             f"no tensor here has type {piece.dtype} and shape {piece.shape!r:.200}: {error}"
         ) from error
-    octets, filled = _octets(tensor), 0
+    octets, filled = octets_of(tensor), 0
     for block in piece.blocks(container.BLOCK_BYTES):
         octets[filled : filled + len(block)] = block
         filled += len(block)
     return tensor
 
 
-def _octets(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, as a view."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+def octets_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values, in place if it is contiguous and on the CPU."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    # A single number is contiguous whatever its stride.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
+from sparkdl.checkpoint.tensor_file import octets_of
 from sparkdl.errors import ModelError, TrainingError
 from sparkdl.feed.statistics.fingerprint import odd_factors, weighted_sums
 
@@ -114,7 +115,7 @@ def _digest(values: Tensor) -> str:
     """A digest of a tensor's dtype, shape and every bit."""
     found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
     for plain in _plain(values.detach()):
-        octets = plain.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        octets = np.asarray(octets_of(plain))
         whole = len(octets) - len(octets) % BLOCK_BYTES
         blocks = octets[:whole].reshape(-1, BLOCK_BYTES)
         found.update(weighted_sums(blocks, odd_factors(0, BLOCK_BYTES // 8)).tobytes())

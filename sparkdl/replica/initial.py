@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from sparkdl.checkpoint.tensor_file import octets_of
 from sparkdl.errors import ModelError
 from sparkdl.feed.columns.schema import FeedSchema, equal_rows
 from sparkdl.protocols import ModelBuilder
@@ -106,7 +107,7 @@ class WarmStart:
         found = hashlib.sha256()
         for name, values in self._values.items():
             found.update(f"{name} {_kind(values)}\n".encode())
-            found.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+            found.update(octets_of(values))
         numel = sum(values.numel() for values in self._values.values())
         return f"{numel} values (SHA-256 {found.hexdigest()[:16]})"
 

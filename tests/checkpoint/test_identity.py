@@ -294,7 +294,7 @@ def test_a_model_is_told_by_its_initial_values_but_for_their_last_bits() -> None
 
 def test_a_model_is_told_by_what_is_no_parameter_too() -> None:
     class Scaled(nn.Module):
-        def __init__(self, scale: float) -> None:
+        def __init__(self, scale: Any) -> None:
             super().__init__()
             self.scale = scale
 
@@ -304,6 +304,8 @@ def test_a_model_is_told_by_what_is_no_parameter_too() -> None:
     assert "hooks" in model_line(net(), hooked)[0]
     evaluated = net().eval()
     assert model_line(net(), evaluated) == []
+    first, second = (Scaled(torch.tensor([3.0, each])[::2]) for each in (1.0, 2.0))
+    assert model_line(first, second) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

@@ -178,6 +178,7 @@ def test_dtypes_that_frozen_weights_may_have_are_written(dtype: torch.dtype) -> 
         torch.complex(torch.arange(3.0), torch.ones(3)).conj(),
         torch.complex(torch.arange(3.0), torch.ones(3)).conj().imag,
         torch.complex(torch.zeros(1), torch.ones(1)).conj().imag,
+        torch.arange(4.0)[::2][1:],
     ],
 )
 def test_a_view_is_written_as_it_looks(values: Tensor) -> None:

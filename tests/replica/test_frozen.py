@@ -80,6 +80,8 @@ def test_every_dtype_has_one_and_where_the_values_lie_makes_no_difference(
     elsewhere = torch.cat([values.view(-1)[:1], values.view(-1)])[1:].view(2, 3, 2, 2)
     last = values.to(memory_format=torch.channels_last)
     assert fingerprint_of(values) == fingerprint_of(elsewhere) == fingerprint_of(last)
+    apart = torch.stack([values.view(-1)[:1], values.view(-1)[1:2]], dim=1)[:, 0]
+    assert fingerprint_of(values.view(-1)[:1]) == fingerprint_of(apart)
 
 
 def test_each_parameter_counts_once_whatever_its_size() -> None:
