@@ -404,11 +404,22 @@ DESCRIPTION = {
         rounds=1,
         positions=(Position(epoch=2, step=5, step_of_epoch=1), Position(epoch=2, step=4)),
         sums=(SUMS,),
-        history=(EpochSummary(1, 0.5, 3, 2, 1.5, metrics=METRICS, measured={"noise": 2.5}),),
+        history=(
+            EpochSummary(
+                epoch=1,
+                loss=0.5,
+                examples=3,
+                rounds=2,
+                seconds=1.5,
+                metrics=METRICS,
+                measured={"noise": 2.5},
+            ),
+        ),
     ).as_json(),
 }
 KINDS: dict[str, tuple[type, ...]] = {
     "int": (int,),
+    "bool": (bool,),
     "float": (float, int),
     "int | None": (int, type(None)),
     "float | None": (float, int, type(None)),
