@@ -13,6 +13,7 @@ thread nor a lock.
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ from sparkdl.transport.framing import (
     read_header,
     read_prefix,
 )
-from sparkdl.transport.sockets import RECORD_BYTES, Stream
+from sparkdl.transport.sockets import RECORD_BYTES, Encrypted
 
 IN_PLACE_BYTES = RECORD_BYTES
-"""Values of at least this many bytes are received straight into place, along with their prefix."""
+"""As long as at least this many bytes of values are missing, they are received straight into place.
+With room for less, what is left of a record of TLS would stay where no selector sees it."""
 BUDGET_BYTES = 4 << 20
 """How much is received from one worker before the others get their turn."""
 FRAMES_AT_ONCE = 64
@@ -71,11 +73,12 @@ class LeftError(Exception):
 
 
 class Channel:
-    """Messages over a stream.
+    """Messages over a connected socket.
 
     Args:
-        stream: the stream, owned from here on.
-        staging: the receive buffer, shared by all channels of a service.
+        connected: the socket, which does not block; owned from here on.
+        staging: the receive buffer, shared by all channels of a service; as large as a record of
+            TLS or larger.
         touched: called when there is something to send, or the conversation can go on.
 
     Attributes:
@@ -83,9 +86,14 @@ class Channel:
     """
 
     def __init__(
-        self, stream: Stream, staging: memoryview, touched: Callable[[Channel], None]
+        self,
+        connected: socket.socket | Encrypted,
+        staging: memoryview,
+        touched: Callable[[Channel], None],
     ) -> None:
-        self.stream = stream
+        self.connected = connected
+        # Whether a short count means that no more can be received or sent now: TLS goes by records.
+        self._short_is_all = isinstance(connected, socket.socket)
         self._staging = staging
         self._touched = touched
         self.check: Callable[[dict[str, Any]], None] | None = None
@@ -168,19 +176,23 @@ class Channel:
                 octets, self._leftover = self._leftover, b""
                 self._take(memoryview(octets))
                 continue
-            buffers = self._room()
-            asked = sum(map(len, buffers))
+            room = self._room()
             try:
-                count = self.stream.receive(buffers)
+                count = self.connected.recv_into(room)
+            except BlockingIOError:
+                return False
             except OSError as error:
                 raise LeftError(f"the connection broke: {error}") from error
-            if count is None:
-                return False
             if count == 0:
                 raise LeftError("the other end closed the connection")
             received += count
-            self._place(count)
-            if count < asked and self.stream.short_is_all:
+            if room is not self._rest:
+                self._take(room[:count])
+            else:
+                self._rest = self._rest[count:]
+                if not self._rest:
+                    self._end_message()
+            if count < len(room) and self._short_is_all:
                 return False
         return self.listens
 
@@ -216,14 +228,14 @@ class Channel:
             if first.left:
                 frames = first.next()
                 try:
-                    sent = self.stream.send(frames)
+                    sent = self.connected.sendmsg(frames)
+                except BlockingIOError:
+                    return moved
                 except OSError as error:
                     raise LeftError(f"the connection broke: {error}") from error
-                if sent is None:
-                    return moved
                 moved = moved or first.has_values
                 first.advance(sent)
-                if self.stream.short_is_all and sent < sum(map(len, frames)):
+                if self._short_is_all and sent < sum(map(len, frames)):
                     return moved
             if not first.left:
                 self._outgoing.popleft()
@@ -235,7 +247,7 @@ class Channel:
     def end_sending(self) -> None:
         """Signal to the other end that nothing follows; it may be gone already."""
         with contextlib.suppress(OSError):
-            self.stream.end_sending()
+            self.connected.shutdown(socket.SHUT_WR)
 
     @property
     def sends(self) -> bool:
@@ -248,56 +260,21 @@ class Channel:
             self.end_conversation()
         finally:  # whatever the conversation does as it ends
             self._outgoing.clear()
-            self.stream.close()
+            self.connected.close()
 
     def _count(self, outgoing: _Outgoing, sign: int) -> None:
         self._unread += sign * bool(outgoing.header_bytes)
         self._unread_bytes += sign * outgoing.header_bytes
 
-    def _room(self) -> list[memoryview]:
+    def _room(self) -> memoryview:
         """Where to receive what comes next: values in place, all else in the staging buffer."""
-        if self._conversation is None:
-            return [self._staging]
-        if len(self._rest) >= IN_PLACE_BYTES:
-            return [self._rest]
-        if self._rest:
-            return [self._rest, self._staging]
-        if (at_once := self._at_once) is not None:
-            return [memoryview(self._prefix)[self._prefixed :], at_once]
-        return [self._staging]
-
-    def _place(self, count: int) -> None:
-        """Process ``count`` bytes that were received into that room."""
-        if self._conversation is None:
-            return
-        if self._rest:
-            in_place = min(count, len(self._rest))
-            self._rest = self._rest[in_place:]
-            if not self._rest:
-                self._end_message()
-            self._take(self._staging[: count - in_place])
-        elif (at_once := self._at_once) is not None:
-            in_prefix = min(count, PREFIX_BYTES - self._prefixed)
-            self._prefixed += in_prefix
-            if self._prefixed < PREFIX_BYTES:
-                return
-            came = at_once[: count - in_prefix]
-            self._begin_message()
-            if self._header is not None:  # not values, so what came is in the wrong place
-                self._take(memoryview(bytes(came)))
-                return
-            self._rest = self._rest[len(came) :]
-            if not self._rest:
-                self._end_message()
-        else:
-            self._take(self._staging[:count])
-
-    @property
-    def _at_once(self) -> memoryview | None:
-        """Where to receive values together with their prefix, if nothing else can follow them."""
-        need = self._need
-        at_once = self._exact and isinstance(need, memoryview) and len(need) >= IN_PLACE_BYTES
-        return need if at_once and isinstance(need, memoryview) else None
+        due = len(self._rest)
+        if due >= IN_PLACE_BYTES:
+            return self._rest
+        if not due and isinstance(self._need, memoryview):
+            due = PREFIX_BYTES + len(self._need)
+        # Hardly more than is due: it would have to be kept until it is wanted.
+        return self._staging[: max(due, IN_PLACE_BYTES)] if due else self._staging
 
     def _take(self, octets: memoryview) -> None:
         """Process what has arrived; what is not wanted yet is kept."""

@@ -31,7 +31,7 @@ from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import set_up
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.transport.framing import header_message
-from sparkdl.transport.sockets import Encrypted, stream_over
+from sparkdl.transport.sockets import Encrypted
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +174,10 @@ class Service:
     def _admit(self, connected: socket.socket | Encrypted, proof: bytes) -> None:
         """Serve a connection whose other end has proved that it knows the token."""
         set_up(connected)
-        stream = stream_over(connected)
+        connected.setblocking(False)
 
         def adopt() -> None:
-            channel = Channel(stream, self._staging, self._touch)
+            channel = Channel(connected, self._staging, self._touch)
             channel.send([memoryview(proof)])
             self._sessions[channel] = None
             channel.begin(self._introduction(channel))
@@ -222,7 +222,7 @@ class Service:
             return
         session = self._sessions.pop(channel)
         if self._registered.pop(channel, 0):
-            self._selector.unregister(channel.stream)
+            self._selector.unregister(channel.connected)
         self._leaving.pop(channel, None)
         try:
             channel.close()
@@ -393,9 +393,9 @@ class Service:
         if mask == before or channel not in self._sessions:
             return
         if not before:
-            self._selector.register(channel.stream, mask, channel)
+            self._selector.register(channel.connected, mask, channel)
         elif not mask:
-            self._selector.unregister(channel.stream)
+            self._selector.unregister(channel.connected)
         else:
-            self._selector.modify(channel.stream, mask, channel)
+            self._selector.modify(channel.connected, mask, channel)
         self._registered[channel] = mask

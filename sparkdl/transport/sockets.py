@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sparkdl.errors import ConfigError
 
@@ -127,7 +127,7 @@ def _verified(connected: socket.socket, fingerprint: str) -> Encrypted:
 
 
 class Encrypted:
-    """A socket over TLS, with those methods of a plain one that ``Connection`` uses.
+    """A socket over TLS, with those methods of a plain one that are used here.
 
     One thread may send while another receives: OpenSSL's state of a connection is behind a lock,
     which nobody holds while waiting.
@@ -137,7 +137,8 @@ class Encrypted:
 
     Attributes:
         family: the socket's address family.
-        silence_s: the longest for which nothing may move, in seconds; None for no limit.
+        silence_s: the longest for which nothing may move, in seconds; None for no limit, 0 never to
+            wait.
     """
 
     def __init__(self, encrypted: ssl.SSLSocket) -> None:
@@ -148,11 +149,6 @@ class Encrypted:
         self._lock = threading.Lock()
 
     @property
-    def ssl_socket(self) -> ssl.SSLSocket:
-        """The socket itself, for callers that do not block on it."""
-        return self._encrypted
-
-    @property
     def certificate(self) -> bytes:
         """The other end's certificate, as DER."""
         return self._encrypted.getpeercert(binary_form=True) or b""
@@ -161,8 +157,18 @@ class Encrypted:
         """Like a socket's."""
         self._encrypted.setsockopt(level, option, value)
 
+    def fileno(self) -> int:
+        """Like a socket's."""
+        return self._encrypted.fileno()
+
+    def setblocking(self, flag: bool) -> None:
+        """Like a socket's."""
+        self.silence_s = None if flag else 0.0
+
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
         """Receive what there is, up to one record; 0 at the end. The arguments are a socket's.
+
+        No selector sees what is left of a record, so there should be room for a whole one.
 
         Raises:
             BlockingIOError: nothing came for ``silence_s``.
@@ -181,13 +187,18 @@ class Encrypted:
             # OpenSSL sends it whole or not at all; if not, it has to be offered again.
             self._when_ready(lambda piece=piece: self._encrypted.send(piece))  # type: ignore[misc]
 
-    def sendmsg(self, parts: list[Any]) -> int:
-        """Send the first record's worth of a prefix and what follows; returns how many bytes."""
-        prefix, octets = parts
-        room = max(0, RECORD_BYTES - len(prefix))
-        record = bytes(prefix) + bytes(memoryview(octets)[:room])
-        self.sendall(record)
-        return len(record)
+    def sendmsg(self, parts: Sequence[memoryview]) -> int:
+        """Send the beginning of some buffers; returns how many bytes.
+
+        Raises:
+            BlockingIOError: the other end took nothing for ``silence_s``; the same has to be
+                offered again.
+        """
+        octets: bytes | memoryview = parts[0]
+        # A prefix in a record of its own would cost as much as a full one.
+        if len(octets) < RECORD_BYTES and len(parts) > 1:
+            octets = b"".join([octets, parts[1][: RECORD_BYTES - len(octets)]])
+        return self._when_ready(lambda: self._encrypted.send(octets[:_PIECE_BYTES]))
 
     def shutdown(self, how: int) -> None:
         """Like a socket's; what has arrived can still be decrypted, in any thread."""
@@ -208,127 +219,9 @@ class Encrypted:
                 event = select.POLLOUT
             poll = select.poll()
             poll.register(self._encrypted, event)
-            if not poll.poll(None if self.silence_s is None else 1000 * self.silence_s):
+            timeout_ms = None if self.silence_s is None else 1000 * self.silence_s
+            if timeout_ms == 0 or not poll.poll(timeout_ms):
                 raise BlockingIOError("no data moved on an encrypted connection")
-
-
-class Stream(Protocol):
-    """A connected socket, plain or encrypted.
-
-    Attributes:
-        short_is_all: whether a short count means that no more can be received or sent now, so that
-            there is no need to try again.
-    """
-
-    short_is_all: bool
-
-    def fileno(self) -> int:
-        """The file descriptor, for a selector."""
-
-    def receive(self, into: Sequence[memoryview]) -> int | None:
-        """Fill buffers, one after another, with what has arrived.
-
-        Args:
-            into: the buffers; unless the last has room for ``RECORD_BYTES``, what does not fit may
-                have to be asked for again, without a selector reporting it.
-
-        Returns:
-            How many bytes; 0 if the other end has closed, None if nothing has arrived.
-
-        Raises:
-            OSError: the connection broke.
-        """
-
-    def send(self, buffers: Sequence[memoryview]) -> int | None:
-        """Send as much of the buffers as can be taken now.
-
-        After None or less than their size, the rest has to be offered again unchanged.
-
-        Returns:
-            How many bytes; None if the other end has to read some first.
-
-        Raises:
-            OSError: the connection broke.
-        """
-
-    def end_sending(self) -> None:
-        """Signal to the other end that nothing follows."""
-
-    def close(self) -> None:
-        """Close at once."""
-
-
-def stream_over(connected: socket.socket | Encrypted) -> Stream:
-    """The stream over a connected socket, which is owned from here on."""
-    return _Tls(connected) if isinstance(connected, Encrypted) else _Plain(connected)
-
-
-class _Plain:
-    short_is_all = True
-
-    def __init__(self, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        self._socket = connected
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self, into: Sequence[memoryview]) -> int | None:
-        try:
-            return self._socket.recvmsg_into(into)[0]
-        except BlockingIOError:
-            return None
-
-    def send(self, buffers: Sequence[memoryview]) -> int | None:
-        try:
-            return self._socket.sendmsg(buffers)
-        except BlockingIOError:
-            return None
-
-    def end_sending(self) -> None:
-        self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class _Tls:
-    short_is_all = False  # TLS moves data record by record
-
-    def __init__(self, connected: Encrypted) -> None:
-        self._connected = connected
-        self._ssl = connected.ssl_socket
-
-    def fileno(self) -> int:
-        return self._ssl.fileno()
-
-    def receive(self, into: Sequence[memoryview]) -> int | None:
-        try:
-            count = self._ssl.recv_into(into[0])
-            # No selector sees what is already decrypted, so take all of a record.
-            if len(into) > 1 and (pending := self._ssl.pending()):
-                count += self._ssl.recv_into(into[1], pending)
-            return count
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return None
-        except ssl.SSLEOFError:
-            return 0
-
-    def send(self, buffers: Sequence[memoryview]) -> int | None:
-        # A prefix in a record of its own would cost as much as a full one.
-        octets: bytes | memoryview = buffers[0]
-        if len(octets) < RECORD_BYTES and len(buffers) > 1:
-            octets = b"".join([octets, buffers[1][: RECORD_BYTES - len(octets)]])
-        try:
-            return self._ssl.send(octets[:_PIECE_BYTES])
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return None
-
-    def end_sending(self) -> None:
-        socket.socket.shutdown(self._ssl, socket.SHUT_WR)
-
-    def close(self) -> None:
-        self._connected.close()
 
 
 def _make(password: bytes) -> tuple[bytes, bytes]:

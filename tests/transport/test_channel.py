@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from every_row import every
@@ -30,9 +30,7 @@ from sparkdl.transport.framing import MAX_HEADER_BYTES, header_message, values_p
 
 
 class Wire:
-    """A stream that delivers what arrives in given pieces, and takes a given number of bytes."""
-
-    short_is_all = False
+    """A socket that delivers what arrives in given pieces, and takes a given number of bytes."""
 
     def __init__(self, pieces: Iterable[bytes] = (), takes: Iterable[int | None] = ()) -> None:
         self.arriving = deque(pieces)
@@ -45,23 +43,20 @@ class Wire:
     def fileno(self) -> int:
         return -1
 
-    def receive(self, into: Sequence[memoryview]) -> int | None:
+    def recv_into(self, buffer: memoryview) -> int:
         """One piece at most, as much as there is room for; an empty one is the end."""
         if self.broken:
             raise ConnectionResetError("reset")
         if not self.arriving:
-            return None
+            raise BlockingIOError
         piece = self.arriving.popleft()
-        count, left = 0, piece
-        for buffer in into:
-            size = min(len(buffer), len(left))
-            buffer[:size] = left[:size]
-            count, left = count + size, left[size:]
-        if left:
+        count = min(len(buffer), len(piece))
+        buffer[:count] = piece[:count]
+        if left := piece[count:]:
             self.arriving.appendleft(left)
         return count
 
-    def send(self, buffers: Sequence[memoryview]) -> int | None:
+    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
         """As much as it is to take next; everything in the end."""
         if self.broken:
             raise BrokenPipeError("broken")
@@ -69,11 +64,11 @@ class Wire:
         self.offers.append(len(buffers))
         takes = self._takes.popleft() if self._takes else len(octets)
         if takes is None:
-            return None
+            raise BlockingIOError
         self.sent += octets[:takes]
         return min(takes, len(octets))
 
-    def end_sending(self) -> None:
+    def shutdown(self, how: int) -> None:
         self.ended = True
 
     def close(self) -> None:
@@ -88,7 +83,7 @@ def channel_over(
     *pieces: bytes, takes: Iterable[int | None] = (), staging: int = 64
 ) -> tuple[Channel, Wire]:
     wire = Wire(pieces, takes)
-    return Channel(wire, memoryview(bytearray(staging)), lambda channel: None), wire
+    return Channel(cast(Any, wire), memoryview(bytearray(staging)), lambda channel: None), wire
 
 
 def receive_all(channel: Channel) -> None:

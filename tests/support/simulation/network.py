@@ -129,13 +129,11 @@ class Link:
 
 
 class Stream:
-    """The averager's end of a connection, as ``Channel`` uses one.
+    """The averager's end of a connection, as ``Channel`` uses a socket.
 
     Attributes:
         on_room: called when more can be sent again.
     """
-
-    short_is_all = True
 
     def __init__(self, link: Link, on_room: Callable[[], None]) -> None:
         link.up.on_arrival = on_room
@@ -153,18 +151,18 @@ class Stream:
     def _room(self) -> bool:
         return self._link.clock.now >= self._full_until
 
-    def receive(self, into: Sequence[memoryview]) -> int | None:
-        """Fill buffers with what has arrived; None if nothing has."""
+    def recv_into(self, buffer: memoryview) -> int:
+        """Receive what has arrived."""
         up = self._link.up
-        if not up.arrived:
-            return 0 if up.ended else None
-        return sum(up.take(buffer) for buffer in into)
+        if not (up.arrived or up.ended):
+            raise BlockingIOError
+        return up.take(buffer)
 
-    def send(self, buffers: Sequence[memoryview]) -> int | None:
+    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
         """Send all of it, or the beginning, and nothing more for a while."""
         link = self._link
         if not self._room:
-            return None
+            raise BlockingIOError
         octets = b"".join(buffers)
         if link.draw.random() < PIECES:
             octets = octets[: link.draw.randrange(1, len(octets) + 1)]
@@ -173,7 +171,7 @@ class Stream:
         link.down.send(octets)
         return len(octets)
 
-    def end_sending(self) -> None:
+    def shutdown(self, how: int) -> None:
         """Send nothing more."""
         self._link.down.end()
 
