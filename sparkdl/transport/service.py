@@ -243,25 +243,20 @@ class Service:
                 self._session(channel).failed(error)
         return None
 
-    def elsewhere(
-        self,
-        job: Callable[[], T],
-        then: Callable[[Future[T]], None],
-        pool: DaemonPool | None = None,
-    ) -> None:
-        """Do what may take long in another thread.
+    def elsewhere(self, channel: Channel, job: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do slow work with files in another thread.
 
         Args:
+            channel: the connection that it is done for; its session takes note of any error.
             job: what to do.
-            then: called in this thread afterwards, with what ``job`` returned or raised.
-            pool: runs the job; by default the one for files.
+            then: called in this thread afterwards, with what ``job`` returned.
         """
 
         def done(future: Future[T]) -> None:
             if not future.cancelled():
-                self.post(lambda: then(future))
+                self.post(lambda: self.guard(channel, lambda: then(future.result())))
 
-        (pool or self._files).submit(job).add_done_callback(done)
+        self._files.submit(job).add_done_callback(done)
 
     # What a subclass does besides.
 

@@ -39,9 +39,8 @@ class Echo:
     def conversation(self, said: dict[str, Any]) -> Conversation:
         while "bye" not in said:
             if "wait" in said:
-                self.service.elsewhere(self.release.wait, self.channel.wake)
-                waited: Future[bool] = yield PAUSE
-                said = {"waited": waited.result()}
+                self.service.elsewhere(self.channel, self.release.wait, self.channel.wake)
+                said = {"waited": (yield PAUSE)}
             if "wrong" in said:
                 raise TrainingError("that was wrong")
             self.channel.send_header({self.name: said})
@@ -228,7 +227,7 @@ def hang():
     started.set()
     threading.Event().wait()
 with Service("127.0.0.1") as service:
-    service.elsewhere(hang, lambda done: None)
+    service.elsewhere(None, hang, lambda done: None)
     assert started.wait(20)
 print("ended")
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from sparkdl.phases import EXCHANGE, IDLE, WAIT, PhaseClock
 from sparkdl.protocols import Layout, SpreadValues
 from sparkdl.transport.connecting import ServiceAddress, reach
 from sparkdl.transport.connection import Connection
+from sparkdl.transport.daemon_pool import DaemonPool
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class AveragerClient:
         self.commit_wanted = False
         self._times = TimeReports(clock)
         self._clock = self._times.clock
+        self._background = DaemonPool(1, "sparkdl-round")
         self._under_way: Future[list[Tensor]] | None = None
         self._overlapped: WindowReport
         self._notes: list[dict[str, Any]] | None = None
@@ -119,6 +120,7 @@ class AveragerClient:
 
     def __exit__(self, *_: object) -> None:
         self._close()
+        self._background.close()
 
     def reconnect(self) -> None:
         """Rejoin after the connection broke; ``start`` has to follow.
@@ -281,7 +283,7 @@ class AveragerClient:
 
             announced, values = self._announced(window), [copy.cpu for copy in copies]
             job = partial(self._take_part, connection, PhaseClock(), *announced, values, receive)
-            self._under_way = in_background(job)
+            self._under_way = self._background.submit(job)
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
         """Take the result of the round under way; see ``protocols.CenterExchange``."""
@@ -484,20 +486,6 @@ class AveragerClient:
 
 class _Again(Exception):
     """The round starts over."""
-
-
-def in_background(job: Callable[[], T]) -> Future[T]:
-    """Run a job in a thread that does not keep the process from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(job())
-        except BaseException as error:  # to be raised where the result is wanted
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="sparkdl-round", daemon=True).start()
-    return future
 
 
 def merge(values: Tensor, center: Tensor, local: float) -> None:

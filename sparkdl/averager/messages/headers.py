@@ -148,24 +148,6 @@ def read_gather(header: dict[str, Any], rank: int, world_size: int) -> Any:
     return header["gather"]
 
 
-def read_phases(header: dict[str, Any], rank: int) -> PhaseTimes | None:
-    """Where a worker's time went; None if it does not say.
-
-    Raises:
-        TrainingError: the header says something other than times.
-    """
-    return received(PhaseTimes, header["phases"], rank) if "phases" in header else None
-
-
-def read_worker_state(header: dict[str, Any], rank: int, limit: int) -> int:
-    """The size in bytes of the state that a worker is about to send.
-
-    Raises:
-        TrainingError: the header does not say, or more than ``limit``.
-    """
-    return _read_size(header, "worker_state", "worker state", rank, limit)
-
-
 def require_share_of_states(size: int, report: ValidationReport, world_size: int) -> None:
     """Check that a worker may send what its metrics counted after an epoch.
 
@@ -187,19 +169,17 @@ def require_share_of_states(size: int, report: ValidationReport, world_size: int
         )
 
 
-def read_states_size(header: dict[str, Any], rank: int, world_size: int) -> int:
-    """The size in bytes of the metrics' states that a worker is about to send.
+def read_size(
+    header: dict[str, Any], rank: int, limit: int, field: str = "worker_state", default: Any = None
+) -> int:
+    """The size in bytes of what a worker is about to send.
 
     Raises:
-        TrainingError: the header does not say, or more than its share.
+        TrainingError: the header does not say, or more than ``limit``.
     """
-    limit = MAX_STATES_BYTES // world_size
-    return _read_size({"states": 0, **header}, "states", "metrics' states", rank, limit)
-
-
-def _read_size(header: dict[str, Any], field: str, what: str, rank: int, limit: int) -> int:
-    size = header.get(field)
+    size = header.get(field, default)
     if type(size) is not int or not 0 <= size <= limit:
+        what = field.replace("_", " ")
         raise TrainingError(f"rank {rank} sent {quoted(header)} instead of its {what}")
     return size
 

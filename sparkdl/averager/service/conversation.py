@@ -95,14 +95,13 @@ from torch import Tensor
 
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.messages.headers import (
+    MAX_STATES_BYTES,
     raise_reported_failure,
     read_epoch_losses,
     read_gather,
     read_join,
-    read_phases,
     read_row_server,
-    read_states_size,
-    read_worker_state,
+    read_size,
     received,
     stopped_header,
 )
@@ -114,6 +113,7 @@ from sparkdl.checkpoint.container import Piece
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.phases import PhaseTimes
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix
 
@@ -228,7 +228,7 @@ class Worker:
                 self._taken()
 
         def read_next() -> None:
-            self._averager.in_background(lambda: next(blocks, b""), send)
+            self._averager.elsewhere(self.channel, lambda: next(blocks, b""), send)
 
         self.channel.send([], then=read_next)
 
@@ -247,8 +247,8 @@ class Worker:
         averager.tell(averager.coordinator.joined, member)
         while True:
             header = yield HEADER
-            times = read_phases(header, member.rank)
-            if times is not None:
+            if "phases" in header:
+                times = received(PhaseTimes, header["phases"], member.rank)
                 averager.report(WorkerTimes(member.rank, member.host, times))
             if self._owes_worker_state:
                 yield from self._take_worker_state(header)
@@ -318,8 +318,8 @@ class Worker:
         """Take a validation report, and receive what the metrics counted."""
         member = self._member()
         report = received(ValidationReport, header["validation"], member.rank)
-        world_size = self._averager.coordinator.members.world_size
-        states = yield from self._kept(read_states_size(header, member.rank, world_size))
+        limit = MAX_STATES_BYTES // self._averager.coordinator.members.world_size
+        states = yield from self._kept(read_size(header, member.rank, limit, "states", 0))
         self._averager.tell(self._averager.coordinator.validated, member, report, states)
 
     def _contribute(self, header: dict[str, Any]) -> Conversation:
@@ -327,8 +327,7 @@ class Worker:
         averager, member = self._averager, self._member()
         rank = member.rank
         report = received(WindowReport, header["window"], rank)
-        size = read_worker_state({"worker_state": 0, **header}, rank, MAX_WORKER_STATE_BYTES)
-        kept = yield from self._kept(size)
+        kept = yield from self._kept(read_size(header, rank, MAX_WORKER_STATE_BYTES, default=0))
         takes_reply = header.get("takes_reply") is not False
         averager.tell(averager.coordinator.window_closed, member, report, kept, takes_reply)
         if not report.weight:
@@ -370,13 +369,14 @@ class Worker:
     def _take_worker_state(self, header: dict[str, Any]) -> Conversation:
         """Receive the worker's state for the checkpoint that waits for it."""
         averager, member, state = self._averager, self._member(), WorkerState()
-        size = read_worker_state(header, member.rank, MAX_WORKER_STATE_BYTES)
+        size = read_size(header, member.rank, MAX_WORKER_STATE_BYTES)
         self._owes_worker_state = False
         saving = averager.saving
         assert saving is not None
         for block in self._blocks(size):
             yield block
-            averager.in_background(partial(saving.keep, state, block), self.channel.wake)
+            keep = partial(saving.keep, state, block)
+            averager.elsewhere(self.channel, keep, self.channel.wake)
             yield PAUSE
         saving.worker_states[member.rank] = Piece("U8", [size], state.blocks)
         averager.tell(averager.coordinator.worker_state_written, member)

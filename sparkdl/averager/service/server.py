@@ -13,10 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Concatenate, TypeVar
+from typing import Any, Concatenate
 
 from torch import Tensor
 
@@ -39,8 +38,6 @@ from sparkdl.transport.service import Service
 
 CLOSE_S = 10.0
 """Seconds to wait at the end for a checkpoint that is being written."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,20 +338,6 @@ class Averager(Service, Actions):
         rank = None if total is None else total.turn(index)
         if rank is not None and rank in self.await_turn and self.await_turn[rank][1] == index:
             self._wakes.append(self.await_turn.pop(rank)[0])
-
-    def in_background(self, job: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Do slow work with files in another thread; ``then`` gets the result."""
-
-        def done(future: Future[T]) -> None:
-            error = future.exception()
-            if error is None:
-                then(future.result())
-            elif isinstance(error, SparkDLError):
-                self.tell(self.coordinator.fail, error)
-            else:
-                raise error
-
-        self.elsewhere(job, done)
 
     # The service's thread.
 

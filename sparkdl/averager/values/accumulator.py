@@ -9,6 +9,7 @@ is; there are no locks, because a single thread adds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -17,37 +18,29 @@ from sparkdl.averager.values.wire_format import AsDtype, Chunk, Packing
 from sparkdl.protocols import Layout
 
 
+@dataclass(eq=False)
 class Accumulator:
     """One round's weighted mean.
 
     A rank's turn at a chunk comes when every lower rank has added its own.
 
-    Args:
+    Attributes:
         layout: kinds and sizes of the segments.
         packings: the packing in which each segment's values arrive.
         chunks: the chunks of the part of the state that is summed.
         total: where the sum is formed, a tensor of ``center_dtype`` per segment; overwritten.
         ranks: who takes part, in ascending order.
-
-    Attributes:
-        chunks: as given.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        packings: Sequence[Packing],
-        chunks: Sequence[Chunk],
-        total: list[Tensor],
-        ranks: Sequence[int],
-    ) -> None:
-        self._layout = layout
-        self._packings = packings
-        self.chunks = chunks
-        self._total = total
-        self._ranks = ranks
+    layout: Layout
+    packings: Sequence[Packing]
+    chunks: Sequence[Chunk]
+    total: list[Tensor]
+    ranks: Sequence[int]
+
+    def __post_init__(self) -> None:
         # For each chunk, the position in ``ranks`` of the rank whose turn it is.
-        self._at = [0] * len(chunks)
+        self._at = [0] * len(self.chunks)
         self._skipped: set[int] = set()
         self._examples: dict[int, float] = {}
         self._scaled: dict[int, float] = {}
@@ -70,7 +63,7 @@ class Accumulator:
 
     def turn(self, index: int) -> int | None:
         """Whose turn it is to add chunk ``index``; None once all have."""
-        at, ranks = self._at[index], self._ranks
+        at, ranks = self._at[index], self.ranks
         while at < len(ranks) and ranks[at] in self._skipped:
             at += 1
         self._at[index] = at
@@ -79,8 +72,8 @@ class Accumulator:
     def in_place(self, rank: int, index: int) -> Tensor | None:
         """Where the first rank may put its chunk right away; None if it has to be added."""
         chunk = self.chunks[index]
-        total = chunk.of(self._total)
-        as_it_is = self._packings[chunk.segment] == AsDtype(total.dtype)
+        total = chunk.of(self.total)
+        as_it_is = self.packings[chunk.segment] == AsDtype(total.dtype)
         if not as_it_is or not self._is_first(rank, index):
             return None
         return total
@@ -94,25 +87,25 @@ class Accumulator:
             values: the chunk, unpacked; None if it has been put in place.
         """
         chunk = self.chunks[index]
-        total = chunk.of(self._total)
-        averaged = self._layout[chunk.segment].averaged
+        total = chunk.of(self.total)
+        averaged = self.layout[chunk.segment].averaged
         if self._is_first(rank, index):
             self._first = rank
             if values is not None:
                 total.copy_(values)
         elif averaged and values is not None:
             _add(total, values, self._scaled[rank] / self._unit)
-        if averaged and rank == self._ranks[-1]:
+        if averaged and rank == self.ranks[-1]:
             self._normalize(total)
         self._at[index] += 1
 
     def finish(self) -> None:
         """Complete the mean; somebody must have contributed."""
-        if self._ranks[-1] not in self._examples:
+        if self.ranks[-1] not in self._examples:
             # The last rank divides each chunk while it is cached, unless it has nothing to add.
             for chunk in self.chunks:
-                if self._layout[chunk.segment].averaged:
-                    self._normalize(chunk.of(self._total))
+                if self.layout[chunk.segment].averaged:
+                    self._normalize(chunk.of(self.total))
 
     def _is_first(self, rank: int, index: int) -> bool:
         """Whether nobody has contributed before this rank, whose turn it is."""

@@ -19,8 +19,7 @@ from sparkdl.averager.messages.headers import (
     raise_reported_failure,
     read_epoch_losses,
     read_join,
-    read_phases,
-    read_states_size,
+    read_size,
     received,
     shard_header,
     statistics_header,
@@ -108,9 +107,9 @@ SAYS_SO = "rank 3 sent"
             {"statistics.shard_rows": [[3, -1], 3, None]},
         ),
         (
-            partial(read_states_size, rank=3, world_size=4),
+            partial(read_size, rank=3, limit=STATES["states"], field="states"),
             STATES,
-            "rank 3 sent .* instead of its metrics' states",
+            "rank 3 sent .* instead of its states",
             {"states": [-1, STATES["states"] + 1, 1.0, True, "8", None, [8]]},
         ),
         (
@@ -120,7 +119,7 @@ SAYS_SO = "rank 3 sent"
             {"known": [None, 1, -1, 0.0], "epoch_losses": ["1", True, [1]]},
         ),
         (
-            partial(read_phases, rank=3),
+            of_rank_3(PhaseTimes, "phases"),
             {"phases": asdict(TIMES)},
             SAYS_SO,
             {
@@ -196,6 +195,7 @@ def test_the_statistics_of_all_survive_their_header() -> None:
     assert found.columns[0].where("nulls") == "row 2 of partition 0"
 
 
-def test_states_and_times_need_not_be_told() -> None:
-    assert read_states_size({}, 0, 4) == 0
-    assert read_phases({"finish": True}, 0) is None
+def test_the_size_of_what_need_not_be_sent_may_be_missing() -> None:
+    assert read_size({}, 0, 4, default=0) == 0
+    with pytest.raises(TrainingError, match="rank 0 sent .* instead of its worker state"):
+        read_size({}, 0, 4)

@@ -6,7 +6,6 @@ import json
 import math
 import queue
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -110,13 +109,10 @@ class Averager(RealAverager, _InMemory):
         self._posted.put(call)
         self._look_soon()
 
-    def elsewhere(
-        self, job: Callable[[], T], then: Callable[[Future[T]], None], pool: object = None
-    ) -> None:
+    def elsewhere(self, channel: Channel, job: Callable[[], T], then: Callable[[T], None]) -> None:
         """Do something at once, whose end is noticed at the next look."""
-        future: Future[T] = Future()
-        future.set_result(job())
-        self.post(lambda: then(future))
+        done = job()
+        self.post(lambda: self.guard(channel, lambda: then(done)))
 
     def _look_soon(self) -> None:
         if not self._is_due:
