@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sparkdl.averager.coordination.actions import Recorder
 from sparkdl.averager.coordination.committed import CommittedProgress, EpochLosses
@@ -19,22 +19,15 @@ from sparkdl.averager.messages.run_events import Progress, WorkerState
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import DeadlineError, SparkDLError
 
-
-class Schedule(Protocol):
-    """Which commits become checkpoints."""
-
-    def due(self, epoch: int) -> bool:
-        """Whether the end of an epoch becomes a checkpoint."""
-
-    def due_within(self, rounds: int) -> bool:
-        """Whether it is time for one, this many rounds after the last."""
+if TYPE_CHECKING:
+    from sparkdl.averager.service.saving import CheckpointPlan
 
 
 class Checkpointing:
     """The checkpoint being put together, and when the next is due.
 
     Args:
-        schedule: which commits become checkpoints; None for none.
+        plan: which commits become checkpoints; None for none.
         committed: how far the training has come.
         saved: whether a checkpoint holds what was committed before, if anything was.
 
@@ -44,11 +37,11 @@ class Checkpointing:
     """
 
     def __init__(
-        self, schedule: Schedule | None, committed: CommittedProgress, *, saved: bool = True
+        self, plan: CheckpointPlan | None, committed: CommittedProgress, *, saved: bool = True
     ) -> None:
         self.awaited: set[int] = set()
         self.told_to_end: SparkDLError | None = None
-        self._schedule = schedule
+        self._plan = plan
         self._committed = committed
         self._since: float | None = None
         self._asked = False
@@ -64,7 +57,7 @@ class Checkpointing:
     @property
     def has_last_commit(self) -> bool:
         """Whether a checkpoint of the last commit exists, or none are written at all."""
-        return self._schedule is None or self._saved_round == self._committed.round
+        return self._plan is None or self._saved_round == self._committed.round
 
     def preempt(self, reason: SparkDLError) -> None:
         """Make the next commit a checkpoint, after which the run ends."""
@@ -73,24 +66,24 @@ class Checkpointing:
 
     def end_epoch(self, epoch: int) -> None:
         """Take note that a commit is the end of an epoch."""
-        if self._schedule is not None and self._schedule.due(epoch):
+        if self._plan is not None and self._plan.due(epoch):
             self._asked = True
 
     def holds(self, window: Window) -> bool:
         """Whether a window's round may become a checkpoint while another is being written."""
-        if self._schedule is None or self._since is None:
+        if self._plan is None or self._since is None:
             return False
         rounds = self._committed.round + 1 - self._begun_round
         ends = self.told_to_end is not None
-        return ends or window.report.last or self._schedule.due_within(rounds)
+        return ends or window.report.last or self._plan.due_within(rounds)
 
     @property
     def due(self) -> bool:
         """Whether the latest commit becomes a checkpoint."""
-        if self._schedule is None or self._since is not None:
+        if self._plan is None or self._since is not None:
             return False
         rounds = self._committed.round - self._begun_round
-        return self._asked or self._schedule.due_within(rounds)
+        return self._asked or self._plan.due_within(rounds)
 
     def begin(self, awaited: Iterable[int], now: float) -> None:
         """Begin a checkpoint of the latest commit, with the worker states of ``awaited``."""
@@ -161,7 +154,7 @@ class RunSpec:
     deadline_s: float = 600.0
     tolerance: Tolerance = field(default_factory=Tolerance)
     policy: RoundPolicy = field(default_factory=All)
-    checkpoints: Schedule | None = None
+    checkpoints: CheckpointPlan | None = None
     frozen: str = ""
     followed: bool = False
     measures: bool = False

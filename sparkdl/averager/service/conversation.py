@@ -148,7 +148,7 @@ class Worker:
         self._awaits_entry = self._holds_windows = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    # What decisions make it do.
+    # What decisions make it do; ``Actions`` says what each means.
 
     def welcome(self) -> None:
         """Send the center, and the state that only this worker had."""
@@ -184,9 +184,9 @@ class Worker:
             self.channel.send([], then=self._taken)
 
     def reply(self, *, final: bool, values: bool, worker_state: bool) -> None:
-        """Send the result of a round; ``Actions.reply`` has the arguments."""
+        """Send the result of a round."""
         if worker_state:
-            self.ask_worker_state()
+            self.ask_worker_state(now=False)
         if not values:
             self.channel.send_header({"committed": True})
         # A worker that was done early has missed rounds: the last one's changes would not suffice.
@@ -194,14 +194,16 @@ class Worker:
         frames = center.state() if final else center.reply()
         self.channel.send(frames if values else [], then=self._taken)
 
-    def ask_worker_state(self, *, now: bool = False) -> None:
-        """Have the worker send its state, after the reply that follows or ``now``."""
+    def ask_worker_state(self, *, now: bool = True) -> None:
+        """Have the worker send its state, ``now`` or after the reply that follows."""
         self._owes_worker_state = True
         self.channel.send_header({"checkpoint": True, **({"now": True} if now else {})})
 
-    def receive(self, total: Accumulator, weight: float, scale: float) -> None:
-        """Add the worker's contribution to a sum."""
-        total.declare(self._member().rank, weight, scale)
+    def receive(self, weight: float, staleness: int) -> None:
+        """Add the worker's contribution to the sum."""
+        center, total = self._averager.center, self._averager.center.sum
+        assert total is not None
+        total.declare(self._member().rank, weight, center.scale(staleness))
         if self._awaits_entry or self._holds_windows:
             self._awaits_entry = False
             self.channel.send_header({"enter": True})
@@ -213,6 +215,18 @@ class Worker:
         if self.sum is not None:
             self.sum = None
             self.channel.redirect(self._scratch(self._averager.center.message_bytes))
+
+    def send_epoch_losses(self, losses: tuple[float, ...]) -> None:
+        """Send the losses of epochs."""
+        self.channel.send_header({"epoch_losses": losses})
+
+    def refuse(self, reason: str) -> None:
+        """Say why the worker cannot take part, and end the connection."""
+        self._averager.part(self.channel, stopped_header(reason))
+
+    def dismiss(self) -> None:
+        """End the connection, as the worker has finished."""
+        self._averager.part(self.channel, {"finished": True})
 
     def _taken(self) -> None:
         self._averager.tell(self._averager.coordinator.taken, self._member())

@@ -15,22 +15,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Concatenate
+from operator import methodcaller
+from typing import Any
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.actions import Actions, Decision, carry_out
+from sparkdl.averager.coordination.actions import Decision
 from sparkdl.averager.coordination.coordinator import Coordinator, Event, P
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.headers import stopped_header
 from sparkdl.averager.messages.run_events import Progress, RunEvent, TimePassed, WorkerLost
-from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.service.conversation import Worker
-from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint, Saving
+from sparkdl.averager.service.saving import KeptModel, ResumedCheckpoint, Saving
 from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import Contributions, Memory
-from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, TrainingError
+from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.transport.framing import header_message
@@ -78,7 +78,7 @@ class Snapshot:
     resumed: ResumedCheckpoint | None = None
 
 
-class Averager(Service, Actions):
+class Averager(Service):
     """Serve rounds to the workers of a run; a context manager that opens and closes the port.
 
     It may also serve others than workers in their rounds, if given handlers for them.
@@ -112,7 +112,7 @@ class Averager(Service, Actions):
         snapshot: Snapshot,
         edge: EdgeOptions = EdgeOptions(),
     ) -> None:
-        _require_in_step(center, spec.policy)
+        center.require_in_step(spec.policy)
         progress = snapshot.restart.progress
         self.coordinator = Coordinator(spec, edge.now(), snapshot.restart)
         self.center = Center(
@@ -269,7 +269,6 @@ class Averager(Service, Actions):
             is_saved = self.coordinator.checkpoints.has_last_commit
             if plan is None or (is_saved and (kept is None or kept.saved)):
                 return True
-            assert isinstance(plan, CheckpointPlan)
             data = self.coordinator.shards.statistics.lasting()
             progress = self.coordinator.committed.progress()
             saving = Saving(plan, progress, data, self.center.named(), kept, goes_on=False)
@@ -376,7 +375,8 @@ class Averager(Service, Actions):
         if event.__name__ == "checkpoint_ended":
             self.saving = None
         with self.lock:
-            carry_out(event(self.now(), *arguments, **options), self)
+            for decision in event(self.now(), *arguments, **options):
+                self._carry_out(*decision)
 
     def _publish(self) -> None:
         """Hand the driver's thread what it is told, which takes turns at Python's lock."""
@@ -391,44 +391,28 @@ class Averager(Service, Actions):
 
     # Decisions, carried out; ``Actions`` says what each means.
 
-    def _do(
-        self,
-        member: Member,
-        act: Callable[Concatenate[Worker, P], None],
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> None:
+    def _carry_out(self, action: str, arguments: Any, options: Any) -> None:
+        if hasattr(self, action):
+            getattr(self, action)(*arguments, **options)
+        else:  # for a worker's connection to do, if there still is one
+            member, *others = arguments
+            self._do(member, methodcaller(action, *others, **options))
+
+    def _do(self, member: Member, act: Callable[[Worker], object]) -> None:
         worker = self.by_member.get(member)
         if worker is not None:
-            self.guard(worker.channel, lambda: act(worker, *arguments, **options))
-
-    def _part(self, member: Member, farewell: dict[str, Any]) -> None:
-        self._do(member, lambda worker: self.part(worker.channel, farewell))
+            self.guard(worker.channel, lambda: act(worker))
 
     def _send_all(self, members: tuple[Member, ...], fields: dict[str, Any]) -> None:
         message = memoryview(header_message(fields))
         for member in members:
             self._do(member, lambda worker: worker.channel.send([message]))
 
-    def welcome(self, member: Member) -> None:
-        """Send a worker its position and the center."""
-        self._do(member, Worker.welcome)
-
     def send_gathered(
         self, members: tuple[Member, ...], gathered: tuple[object, ...], *, commit: bool
     ) -> None:
         """Send workers what all gave."""
         self._send_all(members, {"gathered": list(gathered), "commit": commit})
-
-    def send_epoch_losses(self, member: Member, losses: tuple[float, ...]) -> None:
-        """Send a worker the losses of epochs."""
-        self._send_all((member,), {"epoch_losses": losses})
-
-    def receive(self, member: Member, weight: float, staleness: int) -> None:
-        """Let a worker's conversation go on with its contribution."""
-        total, scale = self.center.sum, self.center.scale(staleness)
-        assert total is not None
-        self._do(member, Worker.receive, total, weight, scale)
 
     def start_over(self, members: tuple[Member, ...]) -> None:
         """Forget the sum, and wake whoever waited for a turn to add to it."""
@@ -437,14 +421,6 @@ class Averager(Service, Actions):
         for member in members:
             self._do(member, Worker.start_over)
         self._wakes.extend(worker for worker, _ in waiting.values())
-
-    def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
-        """Send a worker the result of its round."""
-        self._do(member, Worker.reply, final=final, values=values, worker_state=worker_state)
-
-    def ask_worker_state(self, member: Member) -> None:
-        """Have a worker send its state now."""
-        self._do(member, Worker.ask_worker_state, now=True)
 
     def say_waiting(self, members: tuple[Member, ...]) -> None:
         """Tell workers that the run goes on."""
@@ -455,14 +431,6 @@ class Averager(Service, Actions):
         self._do(member, lambda worker: self.close_channel(worker.channel))
         if not self.coordinator.spec.followed:  # otherwise the coordinator reports it
             self.report(WorkerLost(member.rank, why))
-
-    def refuse(self, member: Member, reason: str) -> None:
-        """Tell a worker why it cannot take part, and end its connection."""
-        self._part(member, stopped_header(reason))
-
-    def dismiss(self, member: Member) -> None:
-        """End the connection of a worker that has finished."""
-        self._part(member, {"finished": True})
 
     def open_sum(self, ranks: tuple[int, ...]) -> None:
         """Begin a sum."""
@@ -482,7 +450,7 @@ class Averager(Service, Actions):
     def begin_checkpoint(self, progress: Progress, statistics: DataStatistics) -> None:
         """Copy the center for a checkpoint."""
         plan = self.coordinator.spec.checkpoints
-        assert isinstance(plan, CheckpointPlan)
+        assert plan is not None
         data = statistics.lasting()
         self.saving = Saving(plan, progress, data, self.center.copy(), self.kept_model)
 
@@ -518,24 +486,3 @@ class Averager(Service, Actions):
                 if isinstance(session, Worker):
                     self.part(session.channel, farewell)
         self._report_end()
-
-
-def _require_in_step(center: CenterSpec, policy: RoundPolicy) -> None:
-    """Check that the policy keeps workers in step where a center's way to travel needs it."""
-    if center.wire_format.replies_changes and not policy.in_step:
-        raise ConfigError(
-            f"wire format {center.wire_format.name!r} sends workers only the changes of the "
-            "center, which they can apply only if they have received every one; with "
-            f"{type(policy).__name__} they have not. Use FULL_PRECISION, or CHANGES"
-        )
-    if center.fragments > 1 and not policy.in_step:
-        raise ConfigError(
-            f"averaging in {center.fragments} fragments needs workers that stay in step, but "
-            f"{type(policy).__name__} lets them drift apart. Use All, or one fragment"
-        )
-    largest = max((segment.numel for segment in center.layout), default=0)
-    if center.fragments > 1 and center.fragments > largest:
-        raise ConfigError(
-            f"{center.fragments} fragments are too many for the model, which has at most "
-            f"{largest} values of any one kind: use fewer"
-        )

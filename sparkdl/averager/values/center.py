@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.center_update import (
     CenterUpdate,
@@ -27,6 +28,7 @@ from sparkdl.averager.values.wire_format import (
     plan_chunks,
     plan_fragments,
 )
+from sparkdl.errors import ConfigError
 from sparkdl.protocols import Layout
 from sparkdl.transport.channel import Frames
 from sparkdl.transport.framing import octets_of, values_prefix
@@ -57,6 +59,30 @@ class CenterSpec:
     wire_format: WireFormat
     update: CenterUpdate = field(default_factory=ReplaceByMean)
     fragments: int = 1
+
+    def require_in_step(self, policy: RoundPolicy) -> None:
+        """Check that a policy keeps workers in step where this way to travel needs it.
+
+        Raises:
+            ConfigError: it does not; or there are more fragments than values.
+        """
+        if self.wire_format.replies_changes and not policy.in_step:
+            raise ConfigError(
+                f"wire format {self.wire_format.name!r} sends workers only the changes of the "
+                "center, which they can apply only if they have received every one; with "
+                f"{type(policy).__name__} they have not. Use FULL_PRECISION, or CHANGES"
+            )
+        if self.fragments > 1 and not policy.in_step:
+            raise ConfigError(
+                f"averaging in {self.fragments} fragments needs workers that stay in step, but "
+                f"{type(policy).__name__} lets them drift apart. Use All, or one fragment"
+            )
+        largest = max((segment.numel for segment in self.layout), default=0)
+        if self.fragments > 1 and self.fragments > largest:
+            raise ConfigError(
+                f"{self.fragments} fragments are too many for the model, which has at most "
+                f"{largest} values of any one kind: use fewer"
+            )
 
 
 class Center:

@@ -152,26 +152,15 @@ class Averager(RealAverager, _InMemory):
         assert not reading, f"what {reading} are being sent is overwritten"
         super().open_sum(ranks)
 
-    def receive(self, member: Member, weight: float, staleness: int) -> None:
-        """Check how stale it is said to be."""
-        if member in self.by_member:
+    def _carry_out(self, action: str, arguments: Any, options: Any) -> None:
+        member, *others = arguments or [None]
+        if action == "receive" and member in self.by_member:
+            staleness = others[1]
             assert staleness == self._updates - self._begun[member.rank][1]
-        super().receive(member, weight, staleness)
-
-    def welcome(self, member: Member) -> None:
-        """Remember what a worker begins with."""
-        self._begins_to_read(member)
-        super().welcome(member)
-
-    def reply(self, member: Member, **options: bool) -> None:
-        """Remember what a worker goes on with."""
-        self._begins_to_read(member)
-        super().reply(member, **options)
-
-    def _begins_to_read(self, member: Member) -> None:
-        self._begun[member.rank] = self.numbers, self._updates
-        if member in self.by_member:
-            self._reading.add(member)
+        if action in ("welcome", "reply"):  # what it begins or goes on with
+            self._begun[member.rank] = self.numbers, self._updates
+            self._reading |= {member} & self.by_member.keys()
+        super()._carry_out(action, arguments, options)
 
     def report(self, event: RunEvent) -> None:
         """Tell the run, which may wait for it."""
