@@ -103,27 +103,27 @@ def require_end_of_epoch(run: RunState, member: Member) -> None:
     raise TrainingError(f"{member} left the run {what}")
 
 
-def overdue(run: RunState, now: float) -> set[int]:
+def overdue(run: RunState) -> set[int]:
     """Those that are waited for, and have been silent for longer than they are granted."""
     everyone, is_overdue = run.members.everyone, run.members.overdue
     if not run.started:
-        return is_overdue((rank for rank in everyone if rank not in run.shards), now)
+        return is_overdue(rank for rank in everyone if rank not in run.shards)
     present = run.gathers.present
     if present is not None:
-        return is_overdue(everyone - present, now)
+        return is_overdue(everyone - present)
     if run.epoch_losses.waits_for_driver:
         return set()  # however long a callback takes: that is the user's own code
     if run.epoch_losses.wanted:
-        return is_overdue(everyone - run.committed.validated_by, now)
-    return _overdue_in_round(run, now) - run.left
+        return is_overdue(everyone - run.committed.validated_by)
+    return _overdue_in_round(run) - run.left
 
 
-def _overdue_in_round(run: RunState, now: float) -> set[int]:
+def _overdue_in_round(run: RunState) -> set[int]:
     this, of, is_overdue = run.round, run.ranks.of, run.members.overdue
     if receiving := of(RankState.RECEIVING):
-        return is_overdue(receiving, now)
+        return is_overdue(receiving)
     if run.checkpoints.awaited:
-        return is_overdue(run.checkpoints.awaited, now)
+        return is_overdue(run.checkpoints.awaited)
     awaited = this.group if this.is_open else run.ranks.active
     late = awaited & of(RankState.TRAINING)
     adding = of(RankState.CONTRIBUTING)
@@ -136,20 +136,20 @@ def _overdue_in_round(run: RunState, now: float) -> set[int]:
     elif first is None:
         # Everyone present waits for those who are absent.
         absent = this.pending - run.ranks.admitted
-    silent = is_overdue(late | absent, now)
-    if first in adding and run.members.overdue_in_its_turn(first, now):
+    silent = is_overdue(late | absent)
+    if first in adding and run.members.overdue_in_its_turn(first):
         silent.add(first)
     return silent
 
 
-def drops(run: RunState, now: float) -> dict[int, float]:
+def drops(run: RunState) -> dict[int, float]:
     """Whom to drop for silence, and how many seconds each was granted; by rank.
 
     Raises:
         DeadlineError: the run cannot go on without the silent workers.
     """
     members, deadline_s = run.members, run.spec.deadline_s
-    silent = overdue(run, now)
+    silent = overdue(run)
     present = sorted(silent & members.there)
     if not silent:
         return {}
@@ -164,7 +164,7 @@ def drops(run: RunState, now: float) -> dict[int, float]:
     if waiting - silent:  # who is not silent has to wait for those who are
         return {rank: members.patience_s(rank) for rank in present}
     # All may be busy, or have trained their last epoch: dropping them would help nobody.
-    longest = (rank for rank in present if members.silent_s(rank, now) >= deadline_s)
+    longest = (rank for rank in present if members.silent_s(rank) >= deadline_s)
     return dict.fromkeys(longest, deadline_s)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.averager.coordination.actions import Actions
-from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.membership import Member, Membership
 from sparkdl.averager.coordination.rank_states import Shards
 from sparkdl.averager.messages.run_events import (
     EpochCounted,
@@ -206,6 +206,7 @@ class EpochLosses:
 
     Args:
         do: tells them.
+        members: who is in the run.
         committed: how far the training has come.
         shards: what the workers found in their rows.
         spec: how the run was planned. If callbacks follow it, they are told of each epoch first,
@@ -217,10 +218,16 @@ class EpochLosses:
     """
 
     def __init__(
-        self, do: Actions, committed: CommittedProgress, shards: Shards, spec: RunSpec
+        self,
+        do: Actions,
+        members: Membership,
+        committed: CommittedProgress,
+        shards: Shards,
+        spec: RunSpec,
     ) -> None:
         self.wanted: dict[int, tuple[Member, int, int]] = {}
         self._do = do
+        self._members = members
         self._committed = committed
         self._shards = shards
         self._spec = spec
@@ -233,17 +240,13 @@ class EpochLosses:
         ended = self._committed.epochs_with_known_loss(validates=validates)
         return any(epochs <= ended for _, _, epochs in self.wanted.values())
 
-    def validated(self, report: ValidationReport, states: WorkerState | None) -> bool:
-        """Take what a worker found on its held-out rows; returns what ``news`` does."""
+    def validated(self, report: ValidationReport, states: WorkerState | None) -> None:
+        """Take what a worker found on its held-out rows."""
         self._committed.validated(report, states if self._spec.measures else None)
-        return self.news()
+        self.news()
 
-    def news(self) -> bool:
-        """Tell driver and workers of epochs that have now ended or been validated.
-
-        Returns:
-            Whether any worker need not wait any more.
-        """
+    def news(self) -> None:
+        """Tell driver and workers of epochs that have now ended or been validated."""
         validates = bool(self._shards.statistics.held_out)
         before = self._known
         known = self._committed.epochs_with_known_loss(validates=validates)
@@ -253,22 +256,19 @@ class EpochLosses:
                 self._do.report(EpochCounted(summary.epoch, self._committed.take_states()))
             else:
                 self._for_callbacks(summary)
-        return self._answer()
+        self._answer()
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
         """Take the values of an epoch's metrics."""
         self._for_callbacks(self._committed.measured(epoch, values))
 
-    def approve(self, epoch: int) -> bool:
-        """Note that the driver has approved an epoch; returns what ``news`` does."""
+    def approve(self, epoch: int) -> None:
+        """Note that the driver has approved an epoch."""
         self._approved = max(self._approved, epoch)
-        return self._answer()
+        self._answer()
 
-    def want(self, member: Member, known: int, epochs: int) -> bool:
+    def want(self, member: Member, known: int, epochs: int) -> None:
         """Have a worker wait, unless what it wants to know is known already.
-
-        Returns:
-            What ``news`` does.
 
         Raises:
             TrainingError: it asks about an epoch that has not ended.
@@ -279,13 +279,13 @@ class EpochLosses:
                 f"{member} asked for the losses of {epochs} epochs, but only {ended} have ended"
             )
         self.wanted[member.rank] = member, known, epochs
-        return self._answer()
+        self._answer()
 
     def _for_callbacks(self, summary: EpochSummary) -> None:
         if self._spec.followed:
             self._do.report(EpochValidated(summary))
 
-    def _answer(self) -> bool:
+    def _answer(self) -> None:
         """Answer the workers that need not wait any more."""
         ended = min(self._known, self._approved) if self._spec.followed else self._known
         answered = [each for each in self.wanted.values() if each[2] <= ended]
@@ -293,4 +293,4 @@ class EpochLosses:
             del self.wanted[member.rank]
             losses = self._committed.epoch_losses(known + 1, epochs, self._spec.metric)
             self._do.send_epoch_losses(member, losses)
-        return bool(answered)
+            self._members.restart_clock()

@@ -24,13 +24,11 @@ waiting for the epoch's end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
 
 from sparkdl.averager.coordination import checks
-from sparkdl.averager.coordination.actions import Decision
+from sparkdl.averager.coordination.events import event
 from sparkdl.averager.coordination.full_round import FullRound
 from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.coordination.rank_states import RankState, Window
@@ -47,56 +45,6 @@ from sparkdl.events import MetricValue, ValidationReport, WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 
 logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-Event = Callable[Concatenate[float, P], list[Decision]]
-"""An event as others tell of it: with the time, in seconds; never less than in the one before."""
-
-
-def event(
-    decide: Callable[Concatenate[Coordinator, P], None],
-) -> Callable[Concatenate[Coordinator, float, P], list[Decision]]:
-    """Make an event of a method: it is also given the time, and returns what was decided.
-
-    Events of members that have lost their place are ignored, except ``finished``: they will not
-    come back, because their work is done. An error ends the run. Once that has ended, whoever joins
-    is refused, and a checkpoint may still be written.
-    """
-    name = decide.__name__.lstrip("_")
-
-    @wraps(decide)
-    def handled(
-        self: Coordinator, now: float, /, *arguments: P.args, **options: P.kwargs
-    ) -> list[Decision]:
-        decided: list[Decision] = []
-        self.do.decisions = decided
-        self._now = now
-        if self.members.look(now):
-            self.checkpoints.restart_clock(now)
-        if self.ended:
-            self._after_the_end(name, *arguments, **options)
-            return decided
-        member = next((each for each in arguments if isinstance(each, Member)), None)
-        if member is not None and name != "joined":
-            if member.gone and name != "finished":
-                return decided
-            self.members.note_heartbeat(member.rank, now)
-        certain = 0
-        try:
-            decide(self, *arguments, **options)
-            certain = len(decided)
-            if self.round.queue and not self.ended:
-                self._enter_held()
-        except SparkDLError as error:
-            del decided[certain:]
-            if isinstance(error, FencedError) and member is not None:
-                self._refuse(member, str(error))
-            else:
-                self._fail(error)
-        return decided
-
-    handled.__name__ = name
-    return handled
 
 
 class Coordinator(RunState):
@@ -127,7 +75,7 @@ class Coordinator(RunState):
         self._updates = 0
         self._sent: dict[int, int] = {}
         self._full_round = FullRound(spec.world_size, self.committed.progress().sums)
-        self._said_waiting = self._now = now
+        self._said_waiting = now
 
     def heartbeat(self, member: Member, now: float) -> None:
         """Note that something arrived from a worker, or that it read something."""
@@ -147,12 +95,6 @@ class Coordinator(RunState):
         """Why the run is over, in words."""
         return f"the run ended: {self.failure or self.stopped or 'all workers have finished'}"
 
-    def _after_the_end(self, name: str, *arguments: Any, **options: Any) -> None:
-        if name == "joined":
-            self._refuse(arguments[0], self.farewell)
-        elif name == "checkpoint_ended":
-            self.checkpoints.finish(**options)
-
     # Joining, reading, starting.
 
     @event
@@ -161,7 +103,7 @@ class Coordinator(RunState):
         rank = member.rank
         if rank in self.members.everyone and self.ranks[rank] is RankState.FINISHED:
             raise FencedError(f"rank {rank} has already finished its last epoch")
-        before = self.members.join(member, self._now)
+        before = self.members.join(member)
         if before is not None:
             self._lost(before, "was replaced before its connection was known to be lost")
             if self.ended:
@@ -200,7 +142,7 @@ class Coordinator(RunState):
         """What workers wait for before they can start is making progress."""
         if len(self.members.joined) < self.members.world_size:
             for rank in self.members.everyone - self.members.there:
-                self.members.note_heartbeat(rank, self._now)
+                self.members.note_heartbeat(rank)
 
     @event
     def start(self, loss_use: str = "") -> None:
@@ -213,9 +155,9 @@ class Coordinator(RunState):
             return
         self.started = True
         self.shards.loss_use = loss_use
-        self.committed.start_epoch(self._now)
+        self.committed.start_epoch(self.members.now)
         self._admit()
-        self.members.restart_clock(self._now)
+        self.members.restart_clock()
         self.epoch_losses.news()
 
     @event
@@ -224,7 +166,7 @@ class Coordinator(RunState):
         checks.require_admitted(self, member)
         checks.require_everyone(self, member, "takes part in an exchange among the workers")
         if self.gathers.give(self.do, member, value, commit=self.committed.commit_wanted):
-            self.members.restart_clock(self._now)
+            self.members.restart_clock()
 
     @event
     def want_commit(self) -> None:
@@ -246,8 +188,8 @@ class Coordinator(RunState):
     ) -> None:
         """A worker is about to contribute; for the arguments see ``Window``."""
         checks.require_window_order(self, member, report)
-        self.members.end_window(member.rank, self._now)
-        self.round.policy.closed(report, self._now)
+        self.members.end_window(member.rank)
+        self.round.policy.closed(report, self.members.now)
         self.round.hold(Window(member, report, kept, takes_reply))
 
     @event
@@ -255,9 +197,9 @@ class Coordinator(RunState):
         """A worker has been sent the center, or the round's result."""
         if self.ranks[member.rank] is RankState.RECEIVING:
             self.ranks.move(member.rank, RankState.TRAINING)
-            self.members.begin_window(member.rank, self._now)
+            self.members.begin_window(member.rank)
         if not self.ranks.of(RankState.RECEIVING):
-            self.members.pass_turn(self._now)
+            self.members.pass_turn()
 
     def _enter_held(self) -> None:
         """Let those that wait contribute, as long as the sum may be added to."""
@@ -288,7 +230,7 @@ class Coordinator(RunState):
             return  # its last bytes arrived along with the loss that made everyone start over
         self.round.finish(member.rank)
         # Those waiting for their turn to add could not send anything.
-        self.members.pass_turn(self._now)
+        self.members.pass_turn()
         self._commit_if_complete()
 
     contributed = event(_contributed)
@@ -324,10 +266,10 @@ class Coordinator(RunState):
             self._end_epoch()
         saves = self._save_if_due()
         self._admit(saves=saves, final=self.round.end_epoch() if ends else ())
-        self.members.restart_clock(self._now)
+        self.members.restart_clock()
 
     def _end_epoch(self) -> None:
-        summary = self.committed.end_epoch(self._now)
+        summary = self.committed.end_epoch(self.members.now)
         self._full_round.end_epoch()
         self.checkpoints.end_epoch(summary.epoch)
         self.do.report(summary)
@@ -339,7 +281,7 @@ class Coordinator(RunState):
             return False
         # Workers that come back later have another state.
         ranks = (window.member.rank for window in self.round.committed_windows)
-        self.checkpoints.begin(ranks, self._now)
+        self.checkpoints.begin(ranks, self.members.now)
         self.do.begin_checkpoint(self.committed.progress(), self.shards.statistics)
         if not self.checkpoints.awaited:
             self.do.write_checkpoint()
@@ -377,14 +319,14 @@ class Coordinator(RunState):
             for window in self.round.committed_windows:
                 self.do.ask_worker_state(window.member)
         for rank in let_in:
-            self.members.note_heartbeat(rank, self._now)
+            self.members.note_heartbeat(rank)
             self._begin(rank)
             self.do.welcome(self.members.of(rank))
 
     def _begin(self, rank: int) -> None:
         """Note that a rank is sent the center."""
         self._sent[rank] = self._updates
-        self.round.policy.began(rank, self._now)
+        self.round.policy.began(rank, self.members.now)
 
     # Epochs' losses.
 
@@ -392,46 +334,25 @@ class Coordinator(RunState):
     def validated(
         self, member: Member, report: ValidationReport, states: WorkerState | None = None
     ) -> None:
-        """A worker reports the loss on its held-out rows.
-
-        Args:
-            member: the worker.
-            report: the loss.
-            states: what its metrics counted; None without metrics.
-        """
+        """A worker reports the loss on its held-out rows, and what its metrics counted there."""
         checks.require_admitted(self, member)
-        self._told(self.epoch_losses.validated(report, states))
+        self.epoch_losses.validated(report, states)
 
     @event
     def epoch_losses_wanted(self, member: Member, known: int, epochs: int) -> None:
-        """A worker waits for epochs' losses.
-
-        Args:
-            member: the worker.
-            known: for how many epochs it knows the loss.
-            epochs: for how many it wants to know it.
-        """
+        """A worker that knows the losses of ``known`` epochs waits for those of ``epochs``."""
         checks.require_admitted(self, member)
-        self._told(self.epoch_losses.want(member, known, epochs))
+        self.epoch_losses.want(member, known, epochs)
 
     @event
     def approve_epoch(self, epoch: int) -> None:
         """The driver has approved an epoch: workers that ask for leave may begin the next one."""
-        self._told(self.epoch_losses.approve(epoch))
+        self.epoch_losses.approve(epoch)
 
     @event
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
-        """The driver has computed an epoch's metrics; the answer to ``run_events.EpochCounted``.
-
-        Args:
-            epoch: counted from 1.
-            values: the metrics' values, by name.
-        """
+        """The driver has computed an epoch's metrics; the answer to ``run_events.EpochCounted``."""
         self.epoch_losses.measured(epoch, values)
-
-    def _told(self, anyone: bool) -> None:
-        if anyone:
-            self.members.restart_clock(self._now)
 
     # Checkpoints.
 
@@ -459,7 +380,7 @@ class Coordinator(RunState):
             self._stop(self._stop_wanted)
         else:
             for rank in self.ranks.of(RankState.CLOSED):
-                self.members.note_heartbeat(rank, self._now)
+                self.members.note_heartbeat(rank)
             self._dismiss_leaving()
             self.round.requeue()
 
@@ -470,7 +391,7 @@ class Coordinator(RunState):
         rank = member.rank
         if self.ranks[rank] is RankState.FINISHED:
             return
-        error = self.members.lose(member, why, self._now)
+        error = self.members.lose(member, why)
         self.do.drop(member, why)
         if error is not None:
             self._fail(error)
@@ -492,7 +413,7 @@ class Coordinator(RunState):
             self._admit()
         self._worker_state_written(member)
         # Those that waited for the lost one may have had nothing to send.
-        self.members.restart_clock(self._now)
+        self.members.restart_clock()
         self._commit_if_complete()
 
     lost = event(_lost)
@@ -551,10 +472,10 @@ class Coordinator(RunState):
     @event
     def tick(self) -> None:
         """Time has passed; everything that arrived before has been reported."""
-        if self._now - self._said_waiting >= self.members.deadline_s / 4:
+        if self.members.now - self._said_waiting >= self.members.deadline_s / 4:
             self._say_waiting()
-        self.checkpoints.require_in_time(self.members, self._now)
-        drops = checks.drops(self, self._now)
+        self.checkpoints.require_in_time(self.members)
+        drops = checks.drops(self)
         for rank, granted_s in drops.items():
             what = checks.what_is_missing(self, {rank})
             self.members.dropped.append(rank)
@@ -565,7 +486,7 @@ class Coordinator(RunState):
             self.members.double_patience()
 
     def _say_waiting(self) -> None:
-        self._said_waiting = self._now
+        self._said_waiting = self.members.now
         ready = {rank: self.members.of(rank) for rank in self.ranks.of(RankState.READY)}
         wanting = {rank: wanted[0] for rank, wanted in self.epoch_losses.wanted.items()}
         waiting = ready | self.gathers.waiting | self._leaving | self.round.waiting | wanting

@@ -89,6 +89,7 @@ class Membership:
     Attributes:
         losses: which workers were lost, and why.
         dropped: the ranks of workers dropped for their silence, in the order of the drops.
+        now: the time of the last event, in seconds.
         tick_s: seconds between two checks of the clock.
     """
 
@@ -100,6 +101,7 @@ class Membership:
         self.deadline_s = deadline_s
         self.tick_s = min(1.0, deadline_s / 4)
         self.tolerance = tolerance
+        self.now = now
         self.losses: list[str] = []
         self.dropped: list[int] = []
         self._members: dict[int, Member] = {}
@@ -108,13 +110,12 @@ class Membership:
         # Nobody was expected to send anything before this time.
         self._silence_began = now
         self._awaited_began = now
-        self._last_look = now
         self._longest_window = 0.0
         # When each rank that is still training its window began it.
         self._window_began: dict[int, float] = {}
         self._patience = 1.0
 
-    def join(self, member: Member, now: float) -> Member | None:
+    def join(self, member: Member) -> Member | None:
         """Let a worker in.
 
         Returns:
@@ -146,14 +147,14 @@ class Membership:
                 f"{before.attempt} runs on {before.host}"
             )
         self._members[rank] = member
-        self.note_heartbeat(rank, now)
+        self.note_heartbeat(rank)
         return None if before is None or before.gone else before
 
-    def lose(self, member: Member, why: str, now: float) -> WorkerLostError | None:
+    def lose(self, member: Member, why: str) -> WorkerLostError | None:
         """Take note that a worker is lost; returns the error if that is one too many."""
         member.gone = True
         self._window_began.pop(member.rank, None)
-        self.note_heartbeat(member.rank, now)
+        self.note_heartbeat(member.rank)
         self.losses.append(f"{member} {why}")
         self._lost[member.task, member.attempt, member.rank] += 1
         # Workers of one task that are lost once each count as one.
@@ -181,27 +182,27 @@ class Membership:
         """Ranks that have joined and are not lost."""
         return {rank for rank, member in self._members.items() if not member.gone}
 
-    def note_heartbeat(self, rank: int, now: float) -> None:
-        """Take note that a worker is alive."""
-        self._last_message[rank] = now
+    def note_heartbeat(self, rank: int, at: float | None = None) -> None:
+        """Take note that a worker is alive, now or since the last event."""
+        self._last_message[rank] = self.now if at is None else at
 
-    def restart_clock(self, now: float) -> None:
+    def restart_clock(self) -> None:
         """Restart everybody's silence clock: something that all waited for has happened."""
-        self._silence_began = now
+        self._silence_began = self.now
 
-    def pass_turn(self, now: float) -> None:
+    def pass_turn(self) -> None:
         """Restart the silence clock of whoever waited for another's turn to end."""
-        self._awaited_began = now
+        self._awaited_began = self.now
 
-    def begin_window(self, rank: int, now: float) -> None:
+    def begin_window(self, rank: int) -> None:
         """Take note that a rank has what it needs to train."""
-        self._window_began[rank] = now
+        self._window_began[rank] = self.now
 
-    def end_window(self, rank: int, now: float) -> None:
+    def end_window(self, rank: int) -> None:
         """Take note that a rank has finished a window; one that is merely resent does not count."""
         began = self._window_began.pop(rank, None)
         if began is not None:
-            lasted = now - max(began, self._silence_began)
+            lasted = self.now - max(began, self._silence_began)
             self._longest_window = max(self._longest_window, lasted)
 
     def patience_s(self, rank: int) -> float:
@@ -223,29 +224,25 @@ class Membership:
         still unread: nobody counts as overdue, or as having trained for long, until silence is
         counted afresh.
         """
-        gap, self._last_look = now - self._last_look, now
+        gap, self.now = now - self.now, now
         paused = gap > GAP_TICKS * self.tick_s
         if paused:
-            self.restart_clock(now)
+            self.restart_clock()
         return paused
 
-    def overdue(self, waited_for: Iterable[int], now: float) -> set[int]:
+    def overdue(self, waited_for: Iterable[int]) -> set[int]:
         """Those whose last message is longer ago than they are granted."""
-        return {
-            rank for rank in waited_for if now - self._silent_since(rank) >= self.patience_s(rank)
-        }
+        return {rank for rank in waited_for if self.silent_s(rank) >= self.patience_s(rank)}
 
-    def overdue_in_its_turn(self, rank: int, now: float) -> bool:
+    def overdue_in_its_turn(self, rank: int) -> bool:
         """Whether a rank has been silent for longer than it is granted since its turn began."""
-        since = max(self._silent_since(rank), self._awaited_began)
-        return now - since >= self.patience_s(rank)
+        silent_s = min(self.silent_s(rank), self.now - self._awaited_began)
+        return silent_s >= self.patience_s(rank)
 
-    def silent_s(self, rank: int, now: float) -> float:
+    def silent_s(self, rank: int) -> float:
         """Seconds since a rank's last message, or since one has been expected."""
-        return now - self._silent_since(rank)
-
-    def _silent_since(self, rank: int) -> float:
-        return max(self._last_message.get(rank, self._silence_began), self._silence_began)
+        since = max(self._last_message.get(rank, self._silence_began), self._silence_began)
+        return self.now - since
 
     def name(self, ranks: Iterable[int]) -> str:
         """Ranks with their hosts, for messages."""

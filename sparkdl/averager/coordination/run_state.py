@@ -114,13 +114,13 @@ class Checkpointing:
         """Restart the clock of how long the checkpoint takes."""
         self._since = None if self._since is None else now
 
-    def require_in_time(self, members: Membership, now: float) -> None:
+    def require_in_time(self, members: Membership) -> None:
         """Check that the checkpoint is not taking longer than the deadline.
 
         Raises:
             DeadlineError: it has taken longer.
         """
-        if self._since is None or now - self._since <= members.deadline_s:
+        if self._since is None or members.now - self._since <= members.deadline_s:
             return
         why = "Is the storage of checkpointPath slow or gone?"
         if self.awaited:
@@ -211,7 +211,9 @@ class RunState:
         self.round = Round(self.members.everyone, spec.policy)
         self.ranks = self.round.ranks
         self.checkpoints = Checkpointing(spec.checkpoints, self.committed, saved=restart.saved)
-        self.epoch_losses = EpochLosses(self.do, self.committed, self.shards, spec)
+        self.epoch_losses = EpochLosses(
+            self.do, self.members, self.committed, self.shards, spec
+        )
         self.started = False
 
     @property

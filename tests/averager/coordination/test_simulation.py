@@ -14,7 +14,8 @@ from support.simulation.averager import Averager
 from support.simulation.plan import Fault, Kind, Plan, random_plan, shrink
 from support.simulation.run import Violation, simulate
 
-from sparkdl.averager.coordination.coordinator import Coordinator, event
+from sparkdl.averager.coordination.coordinator import Coordinator
+from sparkdl.averager.coordination.events import event
 from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.coordination.rank_states import RankState, Window
 
@@ -123,7 +124,7 @@ class JudgesByItsOwnPause(Averager):
     """
 
     def _decide(self, event: Any, *arguments: Any, **options: Any) -> None:
-        self.coordinator.members._last_look = self.now()
+        self.coordinator.members.now = self.now()
         super()._decide(event, *arguments, **options)
 
     def _iterate(self) -> None:
@@ -150,7 +151,7 @@ class CountsWhatWasStartedOver(Coordinator):
     @event
     def contributed(self: Any, member: Member) -> None:
         self.round.finish(member.rank)
-        self.members.pass_turn(self._now)
+        self.members.pass_turn()
         self._commit_if_complete()
 
 
@@ -203,7 +204,7 @@ class LetsFinishedRanksJoin(Coordinator):
     @event
     def joined(self: Any, member: Member) -> None:
         if self.ranks[member.rank] is RankState.FINISHED:
-            self.members.join(member, self._now)
+            self.members.join(member)
         else:
             join(self, member)
 
