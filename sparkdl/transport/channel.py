@@ -137,10 +137,14 @@ class Channel:
         # A message that has arrived in part now has no receiver, and must not write to its memory.
         self._rest, self._header, self._leftover = memoryview(b""), None, b""
 
-    def redirect(self, into: memoryview) -> None:
-        """Receive the values now on their way somewhere else, because their place is needed."""
+    def redirect(self, room: Callable[[int], memoryview]) -> None:
+        """Receive the values now on their way somewhere else, because their place is needed.
+
+        Args:
+            room: returns room for so many bytes.
+        """
         if isinstance(self._need, memoryview):
-            into = into[: len(self._need)]
+            into = room(len(self._need))
             if self._rest and self._header is None:
                 self._rest = into[self._length - len(self._rest) : self._length]
             self._need = into

@@ -76,7 +76,7 @@ Handler = Callable[[Channel], Session]
 class Service:
     """Serve connections until closed, in its own thread; a context manager.
 
-    A subclass may do more in that thread, in ``follow_up``, ``tick`` and ``broke``.
+    A subclass may do more in that thread, in ``follow_up`` and ``tick``.
 
     Args:
         host: the interface to bind to, as an address or name of this machine.
@@ -155,7 +155,7 @@ class Service:
     def on_break(self, call: Callable[[TrainingError], None]) -> None:
         """Call with ``failure`` when a bug ends the thread, perhaps twice; at once if one has.
 
-        Otherwise whoever waits for news from the service would wait forever.
+        Otherwise whoever waits for news from the service would wait forever. Farewells still go out.
         """
         self._on_break.append(call)
         if self.failure is not None:
@@ -268,9 +268,6 @@ class Service:
         """Check the clock; returns the seconds until the next check."""
         return TICK_S
 
-    def broke(self, failure: TrainingError) -> None:
-        """Take note that a bug of ours has ended the thread; farewells still go out."""
-
     # The thread.
 
     def _introduction(self, channel: Channel) -> Conversation:
@@ -313,7 +310,7 @@ class Service:
             "sparkdl; the driver's log has its traceback"
         )
         self.failure = failure
-        for call in (self.broke, *self._on_break):
+        for call in self._on_break:
             self._in_spite(lambda call=call: call(failure))  # type: ignore[misc]
         for channel in list(self._leaving):  # as much of the farewells as goes out at once
             with contextlib.suppress(Exception):

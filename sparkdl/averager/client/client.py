@@ -69,6 +69,7 @@ class AveragerClient:
         closed_epoch: the last epoch whose last window this worker has exchanged; 0 if none.
         next_fragment: which part of the state the next round exchanges, counted from 0.
         commit_wanted: whether the driver asked everyone to commit in the last gather.
+        resumes: whether the training resumes from a checkpoint; known after ``start``.
 
     Raises:
         DisconnectedError: the averager cannot be reached within ``deadline_s``.
@@ -104,7 +105,6 @@ class AveragerClient:
         self._codec = ReplicaCodec(wire_format, fragments)
         self._worker_state = worker_state
         self._restart_state = restart_state
-        self._worker_state_bytes: int | None = None
         self._checkpoint_due = False
         self._now = now
         self._heartbeat = now()
@@ -199,7 +199,8 @@ class AveragerClient:
             )
             header = self._connection.receive_header()
         self._codec.begin(layout, int(header["chunk_bytes"]))
-        self._worker_state_bytes = header["worker_state"]
+        self.resumes = header["worker_state"] is not None
+        self._worker_state_bytes = int(header["worker_state"] or 0)
         self.epoch_ended = bool(header["epoch_ended"])
         self.asks_leave = bool(header["asks_leave"])
         each = bool(header["holds_windows"])
@@ -231,11 +232,6 @@ class AveragerClient:
         self.loss_use = header["loss_use"]
         self.row_servers: list[Any] = header["row_servers"]
 
-    @property
-    def resumes(self) -> bool:
-        """Whether the training resumes from a checkpoint."""
-        return self._worker_state_bytes is not None
-
     def resume(self, segments: Sequence[Tensor | SpreadValues]) -> bytes:
         """Overwrite the rest of the replica's state from the center.
 
@@ -248,9 +244,7 @@ class AveragerClient:
         chunks = self._codec.whole(segments)
         with self._clock.phase(EXCHANGE):
             self._receive_center(chunk for chunk in chunks if chunk.segment.kind == "optimizer")
-        return self._connection.receive_octets(
-            self._worker_state_bytes or 0, self._codec.chunk_bytes
-        )
+        return self._connection.receive_octets(self._worker_state_bytes, self._codec.chunk_bytes)
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         """Take part in one round; see ``protocols.CenterExchange``."""

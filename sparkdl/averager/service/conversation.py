@@ -214,7 +214,7 @@ class Worker:
         self.channel.send_header({"again": True})
         if self.sum is not None:
             self.sum = None
-            self.channel.redirect(self._scratch(self._averager.center.message_bytes))
+            self.channel.redirect(self._scratch)
 
     def send_epoch_losses(self, losses: tuple[float, ...]) -> None:
         """Send the losses of epochs."""
@@ -284,7 +284,10 @@ class Worker:
             elif "parts" in header and averager.coordinator.shards.known:
                 self.channel.send([averager.parts])
             elif "validation" in header:
-                yield from self._validate(header)
+                validation = received(ValidationReport, header["validation"], member.rank)
+                limit = MAX_STATES_BYTES // averager.coordinator.members.world_size
+                states = yield from self._kept(read_size(header, member.rank, limit, "states", 0))
+                averager.tell(averager.coordinator.validated, member, validation, states)
             elif "epoch_losses" in header:
                 averager.tell(
                     averager.coordinator.epoch_losses_wanted,
@@ -327,14 +330,6 @@ class Worker:
             averager.by_member.pop(member, None)
             if averager.await_turn.get(member.rank, (None,))[0] is self:
                 del averager.await_turn[member.rank]
-
-    def _validate(self, header: dict[str, Any]) -> Conversation:
-        """Take a validation report, and receive what the metrics counted."""
-        member = self._member()
-        report = received(ValidationReport, header["validation"], member.rank)
-        limit = MAX_STATES_BYTES // self._averager.coordinator.members.world_size
-        states = yield from self._kept(read_size(header, member.rank, limit, "states", 0))
-        self._averager.tell(self._averager.coordinator.validated, member, report, states)
 
     def _contribute(self, header: dict[str, Any]) -> Conversation:
         """Receive a contribution, adding each chunk to the sum as soon as it is its turn."""

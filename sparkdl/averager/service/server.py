@@ -146,6 +146,7 @@ class Averager(Service):
             name="sparkdl-averager",
             now=edge.now,
         )
+        self.on_break(self._broke)
 
     def __exit__(self, *_: object) -> None:
         self.fail(TrainingError("the driver closed the averager"))
@@ -363,7 +364,7 @@ class Averager(Service):
                 self.part(channel, stopped_header(self.coordinator.farewell))
         return self.coordinator.members.tick_s
 
-    def broke(self, failure: TrainingError) -> None:
+    def _broke(self, failure: TrainingError) -> None:
         """End the run, even if the bug is in the decisions."""
         try:
             self._decide(self.coordinator.fail, failure)

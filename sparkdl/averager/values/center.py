@@ -101,7 +101,6 @@ class Center:
         values: the center, a tensor of ``center_dtype`` per segment.
         memory: what the update remembers.
         chunk_bytes: size of the largest message of the center's values, unpacked.
-        message_bytes: size of the largest message of values in any form; at least ``chunk_bytes``.
         sum: the sum being formed; None between two rounds.
         rounds_of_epoch: how many rounds were committed in the epoch under way.
     """
@@ -129,16 +128,6 @@ class Center:
         self._wire_format = wire_format
         self._contributions = [wire_format.contribution(segment) for segment in layout]
         self._replies = [wire_format.reply(segment) for segment in layout]
-        self.message_bytes = max(
-            self.chunk_bytes,
-            *(
-                packing.numel(chunk.stop - chunk.start) * packing.dtype.itemsize
-                for fragment in self._fragments
-                for chunk in fragment
-                for packing in [self.contribution(chunk)]
-            ),
-            0,
-        )
         self._comes_as_change = [wire_format.sends_changes(segment) for segment in layout]
         # Segments whose mean is a change, or that the update moves; others become the mean.
         self._moves = [

@@ -52,7 +52,7 @@ class _InMemory(Service):
         self.now, self.handlers, self.failure = now, dict(handlers), None
         self._sessions, self._touched, self._leaving, self._registered = {}, set(), {}, {}
         self._staging = memoryview(bytearray(STAGING_BYTES))
-        self._posted = queue.SimpleQueue()
+        self._posted, self._on_break = queue.SimpleQueue(), []
         self._tick_at, self._accepted = now(), 0
         self._selector = cast(Any, Selector())
 
