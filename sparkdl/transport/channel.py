@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any, Final
 
 from sparkdl.errors import TrainingError
@@ -211,7 +212,8 @@ class Channel:
             frames: the messages' bytes; they must not change until they are sent.
             then: called once they are sent.
         """
-        outgoing = _Outgoing(frames, then)
+        # A header is a single frame.
+        outgoing = _Outgoing(deque(frames), then, len(frames[0]) if len(frames) == 1 else 0)
         self._outgoing.append(outgoing)
         self._count(outgoing, 1)
         self._touched(self)
@@ -229,19 +231,19 @@ class Channel:
         moved = False
         while self._outgoing:
             first = self._outgoing[0]
-            if first.left:
-                frames = first.next()
+            if first.frames:
+                frames = list(islice(first.frames, FRAMES_AT_ONCE))
                 try:
                     sent = self.connected.sendmsg(frames)
                 except BlockingIOError:
                     return moved
                 except OSError as error:
                     raise LeftError(f"the connection broke: {error}") from error
-                moved = moved or first.has_values
+                moved = moved or not first.header_bytes
                 first.advance(sent)
                 if self._short_is_all and sent < sum(map(len, frames)):
                     return moved
-            if not first.left:
+            if not first.frames:
                 self._outgoing.popleft()
                 self._count(first, -1)
                 if first.then is not None:
@@ -351,37 +353,17 @@ class Channel:
         self._need = need.room if isinstance(need, UpTo) else need
 
 
+@dataclass
 class _Outgoing:
     """Frames on their way."""
 
-    def __init__(self, frames: Frames, then: Callable[[], None] | None) -> None:
-        self.then = then
-        self._frames = frames
-        self._at = 0
-        self._sent = 0
-
-    @property
-    def left(self) -> bool:
-        return self._at < len(self._frames)
-
-    @property
-    def has_values(self) -> bool:
-        """Whether these frames hold values: a header is a single frame."""
-        return len(self._frames) > 1
-
-    @property
-    def header_bytes(self) -> int:
-        """Size of the header, in bytes; 0 for values."""
-        return len(self._frames[0]) if len(self._frames) == 1 else 0
-
-    def next(self) -> Frames:
-        frames = self._frames[self._at : self._at + FRAMES_AT_ONCE]
-        if self._sent:
-            frames[0] = frames[0][self._sent :]
-        return frames
+    frames: deque[memoryview]
+    then: Callable[[], None] | None
+    header_bytes: int
+    """Size of the header that they are, in bytes; 0 for values."""
 
     def advance(self, count: int) -> None:
-        self._sent += count
-        while self._at < len(self._frames) and self._sent >= len(self._frames[self._at]):
-            self._sent -= len(self._frames[self._at])
-            self._at += 1
+        while self.frames and count >= len(self.frames[0]):
+            count -= len(self.frames.popleft())
+        if count:
+            self.frames[0] = self.frames[0][count:]

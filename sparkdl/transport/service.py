@@ -177,7 +177,7 @@ class Service:
         connected.setblocking(False)
 
         def adopt() -> None:
-            channel = Channel(connected, self._staging, self._touch)
+            channel = Channel(connected, self._staging, self._touched.add)
             channel.send([memoryview(proof)])
             self._sessions[channel] = None
             channel.begin(self._introduction(channel))
@@ -360,7 +360,8 @@ class Service:
 
     def _attend(self) -> None:
         """Advance the channels on which something can be done."""
-        touched, self._touched = self._touched, set()
+        touched = list(self._touched)
+        self._touched.clear()
         for channel in touched:
             if channel not in self._sessions:
                 continue
@@ -369,9 +370,6 @@ class Service:
             if channel.has_leftover:
                 self.guard(channel, channel.receive)
             self._register(channel)
-
-    def _touch(self, channel: Channel) -> None:
-        self._touched.add(channel)
 
     def _receive(self, channel: Channel) -> None:
         session = self._sessions.get(channel)
