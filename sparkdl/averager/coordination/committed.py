@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.averager.coordination.actions import Actions
-from sparkdl.averager.coordination.membership import Member, Membership
-from sparkdl.averager.coordination.rank_states import Shards
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.messages.run_events import (
     EpochCounted,
     EpochValidated,
@@ -33,7 +31,7 @@ from sparkdl.events import (
 )
 
 if TYPE_CHECKING:
-    from sparkdl.averager.coordination.run_state import RunSpec
+    from sparkdl.averager.coordination.run_state import RunState
 
 
 class CommittedProgress:
@@ -205,62 +203,47 @@ class EpochLosses:
     """Who is told epochs' losses, and when.
 
     Args:
-        do: tells them.
-        members: who is in the run.
-        committed: how far the training has come.
-        shards: what the workers found in their rows.
-        spec: how the run was planned. If callbacks follow it, they are told of each epoch first,
-            and workers only once the driver has approved it.
+        run: how it stands. If callbacks follow it, they are told of each epoch first, and workers
+            only once the driver has approved it.
 
     Attributes:
         wanted: who waits, by rank: the worker, for how many epochs it knows the loss, and for how
             many it wants to know it.
     """
 
-    def __init__(
-        self,
-        do: Actions,
-        members: Membership,
-        committed: CommittedProgress,
-        shards: Shards,
-        spec: RunSpec,
-    ) -> None:
+    def __init__(self, run: RunState) -> None:
         self.wanted: dict[int, tuple[Member, int, int]] = {}
-        self._do = do
-        self._members = members
-        self._committed = committed
-        self._shards = shards
-        self._spec = spec
-        self._known = self._approved = committed.epochs_with_known_loss(validates=True)
+        self._run = run
+        self._known = self._approved = run.committed.epochs_with_known_loss(validates=True)
 
     @property
     def waits_for_driver(self) -> bool:
         """Whether those who wait do so for the driver alone: for its callbacks or its metrics."""
-        validates = bool(self._shards.statistics.held_out)
-        ended = self._committed.epochs_with_known_loss(validates=validates)
+        validates = bool(self._run.shards.statistics.held_out)
+        ended = self._run.committed.epochs_with_known_loss(validates=validates)
         return any(epochs <= ended for _, _, epochs in self.wanted.values())
 
     def validated(self, report: ValidationReport, states: WorkerState | None) -> None:
         """Take what a worker found on its held-out rows."""
-        self._committed.validated(report, states if self._spec.measures else None)
+        self._run.committed.validated(report, states if self._run.spec.measures else None)
         self.news()
 
     def news(self) -> None:
         """Tell driver and workers of epochs that have now ended or been validated."""
-        validates = bool(self._shards.statistics.held_out)
+        validates = bool(self._run.shards.statistics.held_out)
         before = self._known
-        known = self._committed.epochs_with_known_loss(validates=validates)
+        known = self._run.committed.epochs_with_known_loss(validates=validates)
         self._known = max(before, known)
-        for summary in self._committed.history[before:known]:
-            if self._spec.measures:
-                self._do.report(EpochCounted(summary.epoch, self._committed.take_states()))
+        for summary in self._run.committed.history[before:known]:
+            if self._run.spec.measures:
+                self._run.do.report(EpochCounted(summary.epoch, self._run.committed.take_states()))
             else:
                 self._for_callbacks(summary)
         self._answer()
 
     def measured(self, epoch: int, values: Mapping[str, MetricValue]) -> None:
         """Take the values of an epoch's metrics."""
-        self._for_callbacks(self._committed.measured(epoch, values))
+        self._for_callbacks(self._run.committed.measured(epoch, values))
 
     def approve(self, epoch: int) -> None:
         """Note that the driver has approved an epoch."""
@@ -273,7 +256,7 @@ class EpochLosses:
         Raises:
             TrainingError: it asks about an epoch that has not ended.
         """
-        ended = self._committed.epoch - 1
+        ended = self._run.committed.epoch - 1
         if epochs > ended:
             raise TrainingError(
                 f"{member} asked for the losses of {epochs} epochs, but only {ended} have ended"
@@ -282,15 +265,15 @@ class EpochLosses:
         self._answer()
 
     def _for_callbacks(self, summary: EpochSummary) -> None:
-        if self._spec.followed:
-            self._do.report(EpochValidated(summary))
+        if self._run.spec.followed:
+            self._run.do.report(EpochValidated(summary))
 
     def _answer(self) -> None:
         """Answer the workers that need not wait any more."""
-        ended = min(self._known, self._approved) if self._spec.followed else self._known
+        ended = min(self._known, self._approved) if self._run.spec.followed else self._known
         answered = [each for each in self.wanted.values() if each[2] <= ended]
         for member, known, epochs in answered:
             del self.wanted[member.rank]
-            losses = self._committed.epoch_losses(known + 1, epochs, self._spec.metric)
-            self._do.send_epoch_losses(member, losses)
-            self._members.restart_clock()
+            losses = self._run.committed.epoch_losses(known + 1, epochs, self._run.spec.metric)
+            self._run.do.send_epoch_losses(member, losses)
+            self._run.members.restart_clock()

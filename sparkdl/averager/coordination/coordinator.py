@@ -165,8 +165,7 @@ class Coordinator(RunState):
         """A worker has given its part of a gather, and waits for the others' parts."""
         checks.require_admitted(self, member)
         checks.require_everyone(self, member, "takes part in an exchange among the workers")
-        if self.gathers.give(self.do, member, value, commit=self.committed.commit_wanted):
-            self.members.restart_clock()
+        self.gathers.give(member, value)
 
     @event
     def want_commit(self) -> None:
@@ -281,7 +280,7 @@ class Coordinator(RunState):
             return False
         # Workers that come back later have another state.
         ranks = (window.member.rank for window in self.round.committed_windows)
-        self.checkpoints.begin(ranks, self.members.now)
+        self.checkpoints.begin(ranks)
         self.do.begin_checkpoint(self.committed.progress(), self.shards.statistics)
         if not self.checkpoints.awaited:
             self.do.write_checkpoint()
@@ -474,7 +473,7 @@ class Coordinator(RunState):
         """Time has passed; everything that arrived before has been reported."""
         if self.members.now - self._said_waiting >= self.members.deadline_s / 4:
             self._say_waiting()
-        self.checkpoints.require_in_time(self.members)
+        self.checkpoints.require_in_time()
         drops = checks.drops(self)
         for rank, granted_s in drops.items():
             what = checks.what_is_missing(self, {rank})

@@ -36,7 +36,7 @@ def event(
         decided: list[Decision] = []
         self.do.decisions = decided
         if self.members.look(now):
-            self.checkpoints.restart_clock(now)
+            self.checkpoints.restart_clock()
         member = next((each for each in arguments if isinstance(each, Member)), None)
         if self.ended:
             if name == "joined" and member is not None:

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, KeysView, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from sparkdl.averager.coordination.actions import Actions
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.messages.run_events import WorkerState
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+
+if TYPE_CHECKING:
+    from sparkdl.averager.coordination.run_state import RunState
 
 
 @dataclass(slots=True)
@@ -219,18 +222,12 @@ def _require_same(rank: int, before: ShardStatistics, now: ShardStatistics) -> N
 class Gathers:
     """The values given in the gather under way; one gather after another."""
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._given: dict[int, tuple[Member, object]] = {}
 
-    def give(self, do: Actions, member: Member, value: object, *, commit: bool) -> bool:
-        """Take what a worker gives; after the last one, tell all; returns whether it was the last.
-
-        Args:
-            do: sends it.
-            member: the worker.
-            value: what it gives.
-            commit: whether to ask the workers for a commit.
+    def give(self, member: Member, value: object) -> None:
+        """Take what a worker gives; after the last one, tell all.
 
         Raises:
             TrainingError: it gave twice before all others had given once.
@@ -240,13 +237,14 @@ class Gathers:
                 f"{member} contributed twice to a gather before all others had contributed once"
             )
         self._given[member.rank] = member, value
-        if len(self._given) < self._world_size:
-            return False
+        run, world_size = self._run, self._run.spec.world_size
+        if len(self._given) < world_size:
+            return
         given, self._given = self._given, {}
         members = tuple(each for each, _ in given.values())
-        gathered = tuple(given[rank][1] for rank in range(self._world_size))
-        do.send_gathered(members, gathered, commit=commit)
-        return True
+        gathered = tuple(given[rank][1] for rank in range(world_size))
+        run.do.send_gathered(members, gathered, commit=run.committed.commit_wanted)
+        run.members.restart_clock()
 
     def withdraw(self, rank: int) -> None:
         """Forget what a lost rank gave without getting the others' values: it will give again."""

@@ -27,8 +27,7 @@ class Checkpointing:
     """The checkpoint being put together, and when the next is due.
 
     Args:
-        plan: which commits become checkpoints; None for none.
-        committed: how far the training has come.
+        run: how it stands.
         saved: whether a checkpoint holds what was committed before, if anything was.
 
     Attributes:
@@ -36,13 +35,11 @@ class Checkpointing:
         told_to_end: why the run has to end once a commit has become a checkpoint.
     """
 
-    def __init__(
-        self, plan: CheckpointPlan | None, committed: CommittedProgress, *, saved: bool = True
-    ) -> None:
+    def __init__(self, run: RunState, *, saved: bool = True) -> None:
         self.awaited: set[int] = set()
         self.told_to_end: SparkDLError | None = None
-        self._plan = plan
-        self._committed = committed
+        self._plan, self._committed = run.spec.checkpoints, run.committed
+        self._members = run.members
         self._since: float | None = None
         self._asked = False
         # The last round that a checkpoint was begun of, and the last that one exists of.
@@ -85,11 +82,11 @@ class Checkpointing:
         rounds = self._committed.round - self._begun_round
         return self._asked or self._plan.due_within(rounds)
 
-    def begin(self, awaited: Iterable[int], now: float) -> None:
+    def begin(self, awaited: Iterable[int]) -> None:
         """Begin a checkpoint of the latest commit, with the worker states of ``awaited``."""
         self._asked = False
         self._begun_round = self._committed.round
-        self._since = now
+        self._since = self._members.now
         self.awaited = set(awaited)
 
     def forgo(self, rank: int) -> bool:
@@ -110,16 +107,17 @@ class Checkpointing:
             self._saved_round = self._begun_round
         return None if self._asked else self.told_to_end
 
-    def restart_clock(self, now: float) -> None:
+    def restart_clock(self) -> None:
         """Restart the clock of how long the checkpoint takes."""
-        self._since = None if self._since is None else now
+        self._since = None if self._since is None else self._members.now
 
-    def require_in_time(self, members: Membership) -> None:
+    def require_in_time(self) -> None:
         """Check that the checkpoint is not taking longer than the deadline.
 
         Raises:
             DeadlineError: it has taken longer.
         """
+        members = self._members
         if self._since is None or members.now - self._since <= members.deadline_s:
             return
         why = "Is the storage of checkpointPath slow or gone?"
@@ -204,16 +202,14 @@ class RunState:
         self.do = Recorder()
         self.members = Membership(spec.world_size, spec.deadline_s, spec.tolerance, now)
         self.shards = Shards(spec.world_size)
-        self.gathers = Gathers(spec.world_size)
+        self.gathers = Gathers(self)
         progress = restart.progress or Progress.start(spec.world_size)
         self.committed = CommittedProgress(progress, restart.kept, now)
         spec.policy.begin(self.committed.positions)
         self.round = Round(self.members.everyone, spec.policy)
         self.ranks = self.round.ranks
-        self.checkpoints = Checkpointing(spec.checkpoints, self.committed, saved=restart.saved)
-        self.epoch_losses = EpochLosses(
-            self.do, self.members, self.committed, self.shards, spec
-        )
+        self.checkpoints = Checkpointing(self, saved=restart.saved)
+        self.epoch_losses = EpochLosses(self)
         self.started = False
 
     @property
