@@ -33,7 +33,7 @@ from sparkdl.feed.columns.schema import Column, Ragged, bytes_of_rows
 from sparkdl.feed.order import HELD_OUT, full_sizes, stream_seed
 from sparkdl.feed.store.partition_store import PartitionStore
 from sparkdl.protocols import ColumnSpec
-from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 
@@ -259,7 +259,7 @@ def chunk_sizes(rows: int, specs: Sequence[ColumnSpec], lengths: Sequence[Tensor
 def connect_to(
     rank: int, addresses: Sequence[Any], me: int, token: str, silence_s: float, *, encrypted: bool
 ) -> Connection:
-    """Connect to where another worker serves its rows, as ``introduced`` does.
+    """Connect to where another worker serves its rows, as ``ServiceAddress.connect`` does.
 
     Args:
         rank: whose rows are wanted.
@@ -286,7 +286,8 @@ def connect_to(
             "is not an address"
         )
     host, port, fingerprint = told
-    return introduced(me, f"rank {rank}", (host, port), token, fingerprint, silence_s)
+    address = ServiceAddress(host, port, token, fingerprint)
+    return address.connect(me, f"rank {rank}", silence_s)
 
 
 def _is_address(host: str) -> bool:

@@ -10,35 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.transport import local, sockets
 from sparkdl.transport.connection import Connection, Takes
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceAddress:
-    """Where a service in the driver is and what opens it; travels to the workers with the task."""
-
-    uri: str
-    """``tcp://host:port``"""
-    token: str = field(repr=False)
-    fingerprint: str | None = None
-    """Fingerprint of the certificate that it has to show; None if connections are not encrypted."""
-
-    @property
-    def host_and_port(self) -> tuple[str, int]:
-        """The parts of ``uri``."""
-        parts = urlsplit(self.uri)
-        return parts.hostname or "", parts.port or 0
-
-    def connect(
-        self, rank: int, name: str, silence_s: float | None, takes: Takes = lambda _: True
-    ) -> Connection:
-        """Connect a worker to it; see ``introduced``."""
-        where = self.host_and_port
-        return introduced(rank, name, where, self.token, self.fingerprint, silence_s, takes)
 
 
 logger = logging.getLogger(__name__)
@@ -60,58 +35,76 @@ _AWAY = {
 }
 
 
-def introduced(
-    rank: int,
-    name: str,
-    address: tuple[str, int],
-    token: str,
-    fingerprint: str | None,
-    silence_s: float | None,
-    takes: Takes = lambda _: True,
-) -> Connection:
-    """Connect a worker to one of our ports, once, and let both ends prove who they are.
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """Where a port of ours is and what opens it; travels to the workers with the task."""
 
-    It uses a local socket if the port is on this machine and has one.
+    host: str
+    """As advertised by the port's owner."""
+    port: int
+    token: str = field(repr=False)
+    """The job's secret, which both ends prove that they know."""
+    fingerprint: str | None = None
+    """Fingerprint of the certificate that it has to show; None if connections are not encrypted."""
 
-    Args:
-        rank: the worker's rank, for messages.
-        name: who listens there, for messages.
-        address: the host as advertised by the port's owner, and the port's number.
-        token: the job's secret, which both ends prove that they know.
-        fingerprint: of the certificate that the port has to show; None for no encryption.
-        silence_s: the longest that one message may make no progress, in seconds; None for no limit.
-        takes: as for a ``Connection``.
+    @property
+    def uri(self) -> str:
+        """``tcp://host:port``"""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
 
-    Raises:
-        DisconnectedError: the port cannot be reached.
-        StoppedError: it belongs to another job.
-    """
-    timeout_s = CONNECT_S if silence_s is None else min(CONNECT_S, silence_s)
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """The parts of ``uri``."""
+        return self.host, self.port
 
-    def proved(connected: socket.socket | sockets.Encrypted) -> Connection:
-        connection = Connection(connected, silence_s, (f"rank {rank}", name), takes)
+    def connect(
+        self, rank: int, name: str, silence_s: float | None, takes: Takes = lambda _: True
+    ) -> Connection:
+        """Connect a worker to it, once, and let both ends prove who they are.
+
+        It uses a local socket if the port is on this machine and has one.
+
+        Args:
+            rank: the worker's rank, for messages.
+            name: who listens there, for messages.
+            silence_s: the longest that one message may make no progress, in seconds; None for no
+                limit.
+            takes: as for a ``Connection``.
+
+        Raises:
+            DisconnectedError: the port cannot be reached.
+            StoppedError: it belongs to another job.
+        """
+        timeout_s = CONNECT_S if silence_s is None else min(CONNECT_S, silence_s)
+        address = self.host_and_port
+
+        def proved(connected: socket.socket | sockets.Encrypted) -> Connection:
+            connection = Connection(connected, silence_s, (f"rank {rank}", name), takes)
+            try:
+                if connection.introduce(self.token):
+                    return connection
+                raise StoppedError(
+                    f"rank {rank} and {name} do not have the same token: it belongs to another job"
+                )
+            except BaseException:
+                connection.close()
+                raise
+
+        if self.fingerprint is None and (
+            found := local.connect(address, self.token, timeout_s)
+        ) is not None:
+            try:
+                return proved(found)
+            except StoppedError as error:
+                logger.info("%s:%d is reached over TCP instead of locally: %s", *address, error)
         try:
-            if connection.introduce(token):
-                return connection
-            raise StoppedError(
-                f"rank {rank} and {name} do not have the same token: it belongs to another job"
-            )
-        except BaseException:
-            connection.close()
-            raise
-
-    if fingerprint is None and (found := local.connect(address, token, timeout_s)) is not None:
-        try:
-            return proved(found)
-        except StoppedError as error:
-            logger.info("%s:%d is reached over TCP instead of locally: %s", *address, error)
-    try:
-        connected = sockets.connect(address, fingerprint, timeout_s)
-    except OSError as error:
-        raise DisconnectedError(
-            f"rank {rank} cannot reach {name}: {error}", retry=_may_pass(error)
-        ) from error
-    return proved(connected)
+            connected = sockets.connect(address, self.fingerprint, timeout_s)
+        except OSError as error:
+            raise DisconnectedError(
+                f"rank {rank} cannot reach {name}: {error}", retry=_may_pass(error)
+            ) from error
+        return proved(connected)
 
 
 def reach(attempt: Callable[[], T], patience_s: float) -> T:

@@ -123,9 +123,8 @@ class Service:
         # Nobody can get in before this has returned: nobody else knows the token.
         token, known_as = secrets.token_urlsafe(32), listening.get("advertised_host") or host
         self._acceptor = Acceptor(host, token, self._admit, **listening)
-        known_as = f"[{known_as}]" if ":" in known_as else known_as
-        uri = f"tcp://{known_as}:{self._acceptor.number}"
-        self.address = ServiceAddress(uri, token, self._acceptor.fingerprint)
+        number, fingerprint = self._acceptor.number, self._acceptor.fingerprint
+        self.address = ServiceAddress(known_as, number, token, fingerprint)
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)

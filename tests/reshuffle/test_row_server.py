@@ -31,7 +31,7 @@ from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowServer
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.reshuffle.server import Offer
-from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import Connection
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
@@ -53,7 +53,7 @@ def offer(directory: Path, *, keep: bool) -> Offer:
 def asking(server: RowServer, header: Any) -> Iterator[Connection]:
     """A connection to the server on which a header was sent."""
     host, port, fingerprint = server.address
-    connection = introduced(1, "rank 0", (host, port), "secret", fingerprint, 5.0)
+    connection = ServiceAddress(host, port, "secret", fingerprint).connect(1, "rank 0", 5.0)
     try:
         connection.send_header(header)
         yield connection

@@ -38,8 +38,8 @@ class Proxy:
         self._listener = socket.create_server((host, 0))
         self._open: list[_Connection] = []
         self.breaks = 0
-        uri = f"tcp://{host}:{self._listener.getsockname()[1]}"
-        self.address = ServiceAddress(uri, target.token, target.fingerprint)
+        port = self._listener.getsockname()[1]
+        self.address = ServiceAddress(host, port, target.token, target.fingerprint)
         self._thread = threading.Thread(target=self._listen, name="sparkdl-proxy", daemon=True)
         self._thread.start()
 

@@ -31,7 +31,7 @@ from sparkdl.transport.acceptor import (
     UnauthenticatedConnections,
     source_of,
 )
-from sparkdl.transport.connecting import introduced, reach
+from sparkdl.transport.connecting import ServiceAddress, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import HELLO_BYTES, Challenge
 from sparkdl.transport.port import Port
@@ -82,7 +82,7 @@ def join(port: Port, clock: VirtualClock) -> float:
     began = clock.passed
     address = (HOST, port.number)
     connection = reach(
-        lambda: introduced(0, "the driver", address, TOKEN, port.fingerprint, WAIT_S),
+        lambda: ServiceAddress(*address, TOKEN, port.fingerprint).connect(0, "the driver", WAIT_S),
         WAIT_S,
     )
     assert connection.receive_header() == {"welcome": True}

@@ -26,7 +26,7 @@ from virtual_time import VirtualClock
 
 from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
 from sparkdl.transport import connecting, connection
-from sparkdl.transport.connecting import RETRY_S, introduced, reach
+from sparkdl.transport.connecting import RETRY_S, ServiceAddress, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
 from sparkdl.transport.sockets import Certificate, Encrypted, connect
@@ -45,7 +45,7 @@ class Attempts:
 
     def __call__(self) -> str:
         with contextlib.suppress(KeyError):
-            introduced(0, "the averager", ("there", 1), "token", None, SILENCE_S)
+            ServiceAddress("there", 1, "token", None).connect(0, "the averager", SILENCE_S)
         return "connected"
 
     def _connect(self, *_: Any) -> None:

@@ -12,7 +12,7 @@ from waiting import WAIT_S
 
 from sparkdl.errors import StoppedError
 from sparkdl.transport import local
-from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 
@@ -40,7 +40,7 @@ def name_of(host: str, port: int) -> bytes:
 
 
 def connect(port: int, host: str = HOST, fingerprint: str | None = None) -> Connection:
-    return introduced(0, "the port", (host, port), TOKEN, fingerprint, WAIT_S)
+    return ServiceAddress(host, port, TOKEN, fingerprint).connect(0, "the port", WAIT_S)
 
 
 def family_of(port: Port, host: str = HOST) -> int:
@@ -126,7 +126,7 @@ def test_who_listens_under_the_name_without_the_token_is_passed_over(
 
 def test_a_token_that_is_not_the_ports_is_told_as_such(port: Port) -> None:
     with pytest.raises(StoppedError, match="do not have the same token"):
-        introduced(0, "the port", (HOST, port.number), "another job's", None, WAIT_S)
+        ServiceAddress(HOST, port.number, "another job's", None).connect(0, "the port", WAIT_S)
 
 
 def test_an_encrypted_port_is_reached_by_no_other_way() -> None:

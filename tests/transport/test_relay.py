@@ -22,7 +22,7 @@ from waiting import WAIT_S
 
 from sparkdl.errors import DisconnectedError
 from sparkdl.transport import local
-from sparkdl.transport.connecting import introduced
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 
@@ -125,7 +125,7 @@ def test_a_user_of_two_hosts_cannot_stand_between_them(
     relay(until_done, name, "driver's", here)
 
     def work() -> object:
-        connection = introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)
+        connection = ServiceAddress(HOST, port.number, TOKEN, None).connect(0, "the driver", WAIT_S)
         connection.send_header({"worker": "1.0"})
         return connection.receive_header()
 
@@ -146,7 +146,7 @@ def test_another_user_who_listens_under_the_name_is_passed_over(
     assert name is not None
     _, there = map(until_done.enter_context, socket.socketpair())
     impostor = relay(until_done, name, "worker's", there)
-    connection = introduced(0, "the driver", (HOST, port.number), TOKEN, None, WAIT_S)
+    connection = ServiceAddress(HOST, port.number, TOKEN, None).connect(0, "the driver", WAIT_S)
     connection.close()
     assert connection._socket.family == socket.AF_INET
     assert impostor.poll() is None

@@ -49,10 +49,10 @@ def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his
 
         middle = Port("127.0.0.1", averager.address.token, listen, encrypted=True)
         try:
-            uri = f"tcp://127.0.0.1:{middle.number}"
+            address = replace(averager.address, port=middle.number)
             told = rf"rank 0 cannot reach .*SHA-256 {middle.fingerprint}, but .* intercepting"
             with pytest.raises(DisconnectedError, match=told):
-                AveragerClient(replace(averager.address, uri=uri), 0, FULL_PRECISION)
+                AveragerClient(address, 0, FULL_PRECISION)
         finally:
             middle.close()
     assert seen == []

@@ -277,7 +277,7 @@ def test_replicas_start_equal_and_draw_different_dropout_masks(
     for rank in (0, 1, 0):
         placement = Placement(rank=rank, directory=tmp_path)
         shard = classification([4]).shards()[0]
-        train(make_job(Recorder), placement, ServiceAddress("tcp://nowhere:1", ""), shard)
+        train(make_job(Recorder), placement, ServiceAddress("nowhere", 1, ""), shard)
 
     assert torch.equal(starts[0], starts[1])
     assert torch.equal(masks[0], masks[2])

@@ -98,7 +98,7 @@ class Feeding:
 
 def run_function_task(
     payload: bytes,
-    address: tuple[str, str, str | None],
+    address: tuple[str, int, str, str | None],
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> bytes | None:

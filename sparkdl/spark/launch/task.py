@@ -21,7 +21,7 @@ from sparkdl.worker import Job, Placement, report_failure, train
 
 def run_worker_task(
     payload: bytes,
-    address: tuple[str, str, str | None],
+    address: tuple[str, int, str, str | None],
     assigned: Assignment,
     batches: Iterator[pa.RecordBatch],
 ) -> bytes | None:

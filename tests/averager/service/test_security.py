@@ -134,7 +134,7 @@ def test_a_stranger_is_sent_a_challenge_and_at_most_a_refusal(
 
 
 def test_a_worker_with_a_wrong_token_is_stopped(averager: Averager) -> None:
-    address = ServiceAddress(averager.address.uri, "wrong")
+    address = ServiceAddress(*averager.address.host_and_port, "wrong")
     with pytest.raises(StoppedError, match="do not have the same token"):
         AveragerClient(address, 0, FULL_PRECISION, deadline_s=SILENCE_S)
 
@@ -165,8 +165,8 @@ def test_the_advertised_host_is_the_one_in_the_address() -> None:
         assert averager.address.uri.startswith("tcp://localhost:")
 
 
-def test_an_ipv6_address_survives_its_uri() -> None:
-    assert ServiceAddress("tcp://[::1]:5000", "t").host_and_port == ("::1", 5000)
+def test_an_ipv6_address_stands_in_brackets_before_its_port() -> None:
+    assert ServiceAddress("::1", 5000, "t").uri == "tcp://[::1]:5000"
 
 
 def test_closing_the_port_ends_connections_of_every_kind() -> None:
