@@ -18,7 +18,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -271,16 +271,15 @@ class Service:
 
     def _introduction(self, channel: Channel) -> Conversation:
         first = yield HEADER
-        default = next(iter(self.handlers.values()))
-        handler = next((self.handlers[each] for each in self.handlers if each in first), default)
-        self._sessions[channel] = session = handler(channel)
-        yield from session.conversation(first)
+        yield from self._session(channel, first).conversation(first)
 
-    def _session(self, channel: Channel) -> Session:
-        """The session there; the first handler's if no handler understood the first header."""
+    def _session(self, channel: Channel, first: Collection[str] = ()) -> Session:
+        """The session there; the first handler's if no handler understands the first header."""
         session = self._sessions[channel]
         if session is None:
-            self._sessions[channel] = session = next(iter(self.handlers.values()))(channel)
+            known = [self.handlers[field] for field in self.handlers if field in first]
+            handler = known[0] if known else next(iter(self.handlers.values()))
+            self._sessions[channel] = session = handler(channel)
         return session
 
     def _run(self) -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import closing
 from typing import Any, TypeAlias
 
@@ -43,11 +43,17 @@ class Echo:
                 said = {"waited": (yield PAUSE)}
             if "wrong" in said:
                 raise TrainingError("that was wrong")
+            if "broken" in said:
+                self.service.elsewhere(self.channel, self.read, self.channel.wake)
+                yield PAUSE
             self.channel.send_header({self.name: said})
             said = yield HEADER
         self.service.part(self.channel, {"farewell": self.name})
 
     release = threading.Event()
+
+    def read(self) -> None:
+        raise TrainingError("the file is gone")
 
     def note_heartbeat(self) -> None:
         pass
@@ -110,13 +116,16 @@ def test_a_connection_that_waits_for_something_long_keeps_no_other_waiting(
         assert waiting.receive_header() == {"first": {"waited": True}}
 
 
-def test_one_that_cannot_be_understood_ends_alone(service: Service) -> None:
+@pytest.mark.parametrize(("what", "why"), [("wrong", "that was wrong"), ("broken", "the file is gone")])
+def test_one_that_cannot_be_understood_or_served_ends_alone(
+    service: Service, what: str, why: str
+) -> None:
     with closing(connected(service, {"second": 1})) as good:
         assert good.receive_header() == {"second": {"second": 1}}
-        bad = connected(service, {"first": 1, "wrong": True})
+        bad = connected(service, {"first": 1, what: True})
         with closing(bad), pytest.raises(DisconnectedError):
             bad.receive_header()
-        assert SEEN.get(timeout=WAIT_S) == ("first", "that was wrong")
+        assert SEEN.get(timeout=WAIT_S) == ("first", why)
         assert SEEN.get(timeout=WAIT_S) == ("first", "closed")
         good.send_header({"still": "there"})
         assert good.receive_header() == {"second": {"still": "there"}}
