@@ -173,7 +173,7 @@ def what_is_missing(run: RunState, ranks: set[int]) -> str:
     members, joined = run.members, run.members.joined
     if not ranks <= joined:
         return (
-            f"did not start ({len(joined)} of {members.world_size} workers did, and all have "
+            f"did not start ({len(joined)} of {run.spec.world_size} workers did, and all have "
             "to start: are other jobs using the cluster? An executor that "
             "cannot reach the driver says so in its log)"
         )

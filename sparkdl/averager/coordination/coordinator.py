@@ -140,7 +140,7 @@ class Coordinator(RunState):
     @event
     def expect_workers(self) -> None:
         """What workers wait for before they can start is making progress."""
-        if len(self.members.joined) < self.members.world_size:
+        if len(self.members.joined) < self.spec.world_size:
             for rank in self.members.everyone - self.members.there:
                 self.members.note_heartbeat(rank)
 
@@ -239,7 +239,7 @@ class Coordinator(RunState):
     def _commit_if_complete(self) -> None:
         """Commit if everyone has contributed and enough workers are present."""
         present = len(self.ranks.admitted) + len(self.ranks.of(RankState.READY))
-        if self.round.is_complete and present >= self.members.tolerance.min_workers:
+        if self.round.is_complete and present >= self.spec.tolerance.min_workers:
             self._commit()
 
     def _commit(self) -> None:
@@ -250,7 +250,7 @@ class Coordinator(RunState):
         # Reports without weight have none.
         staleness = max((report.staleness for report in reports), default=0)
         share = 1.0 if self.round.policy.in_step else self._full_round.share(reports)
-        self.do.commit(Contributions(weights, self.members.world_size, staleness, share=share))
+        self.do.commit(Contributions(weights, self.spec.world_size, staleness, share=share))
         self._updates += bool(weights)
         self.committed.commit(
             reports,
@@ -434,7 +434,7 @@ class Coordinator(RunState):
         leaving, self._leaving = self._leaving, {}
         for member in leaving.values():
             self.do.dismiss(member)
-        if leaving and len(self.left) == self.members.world_size:
+        if leaving and len(self.left) == self.spec.world_size:
             self._end()
 
     def _stop(self, reason: str) -> None:
@@ -471,7 +471,7 @@ class Coordinator(RunState):
     @event
     def tick(self) -> None:
         """Time has passed; everything that arrived before has been reported."""
-        if self.members.now - self._said_waiting >= self.members.deadline_s / 4:
+        if self.members.now - self._said_waiting >= self.spec.deadline_s / 4:
             self._say_waiting()
         self.checkpoints.require_in_time()
         drops = checks.drops(self)

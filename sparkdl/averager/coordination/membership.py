@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sparkdl.errors import StoppedError, TrainingError, WorkerLostError
+
+if TYPE_CHECKING:
+    from sparkdl.averager.coordination.run_state import RunSpec
 
 STRAGGLER_S = 15.0
 """Seconds of silence that any worker is granted before it is dropped from a round."""
@@ -80,10 +84,7 @@ class Membership:
     """The workers of a run.
 
     Args:
-        world_size: how many workers there should be.
-        deadline_s: the longest for which one may be silent or away while it is waited for, in
-            seconds.
-        tolerance: what the run survives.
+        spec: how the run was planned.
         now: the time, in seconds.
 
     Attributes:
@@ -93,14 +94,10 @@ class Membership:
         tick_s: seconds between two checks of the clock.
     """
 
-    def __init__(
-        self, world_size: int, deadline_s: float, tolerance: Tolerance, now: float
-    ) -> None:
-        self.world_size = world_size
-        self.everyone = frozenset(range(world_size))
-        self.deadline_s = deadline_s
-        self.tick_s = min(1.0, deadline_s / 4)
-        self.tolerance = tolerance
+    def __init__(self, spec: RunSpec, now: float) -> None:
+        self._spec = spec
+        self.everyone = frozenset(range(spec.world_size))
+        self.tick_s = min(1.0, spec.deadline_s / 4)
         self.now = now
         self.losses: list[str] = []
         self.dropped: list[int] = []
@@ -126,16 +123,16 @@ class Membership:
             FencedError: a later attempt has joined already.
         """
         rank, host = member.rank, member.host
-        if not 0 <= rank < self.world_size:
+        if not 0 <= rank < self._spec.world_size:
             raise TrainingError(
-                f"a task with rank {rank} on {host} joined a run of {self.world_size} workers: "
+                f"a task with rank {rank} on {host} joined a run of {self._spec.world_size} workers: "
                 "Spark started more tasks than the run has workers"
             )
         before = self._members.get(rank)
         if (
             before is not None
             and member.attempt <= before.attempt
-            and not self.tolerance.max_failures
+            and not self._spec.tolerance.max_failures
         ):
             raise TrainingError(
                 f"rank {rank} joined from {host}, but it had already joined from {before.host}: "
@@ -161,7 +158,7 @@ class Membership:
         failures = Counter[tuple[int, int]]()
         for (task, attempt, _), times in self._lost.items():
             failures[task, attempt] = max(times, failures[task, attempt])
-        allowed = self.tolerance.max_failures
+        allowed = self._spec.tolerance.max_failures
         if sum(failures.values()) <= allowed:
             return None
         if allowed:
@@ -208,10 +205,10 @@ class Membership:
     def patience_s(self, rank: int) -> float:
         """Seconds for which a rank may be silent while it is waited for."""
         is_there = rank in self._members and not self._members[rank].gone
-        if not (is_there and self.tolerance.max_failures and self._longest_window):
-            return self.deadline_s
+        if not (is_there and self._spec.tolerance.max_failures and self._longest_window):
+            return self._spec.deadline_s
         granted = max(STRAGGLER_S, STRAGGLER_WINDOWS * self._longest_window)
-        return min(granted * self._patience, self.deadline_s)
+        return min(granted * self._patience, self._spec.deadline_s)
 
     def double_patience(self) -> None:
         """Grant more after dropping a worker that may merely have been busy for long."""

@@ -39,7 +39,7 @@ class Checkpointing:
         self.awaited: set[int] = set()
         self.told_to_end: SparkDLError | None = None
         self._plan, self._committed = run.spec.checkpoints, run.committed
-        self._members = run.members
+        self._members, self._deadline_s = run.members, run.spec.deadline_s
         self._since: float | None = None
         self._asked = False
         # The last round that a checkpoint was begun of, and the last that one exists of.
@@ -117,15 +117,15 @@ class Checkpointing:
         Raises:
             DeadlineError: it has taken longer.
         """
-        members = self._members
-        if self._since is None or members.now - self._since <= members.deadline_s:
+        members, deadline_s = self._members, self._deadline_s
+        if self._since is None or members.now - self._since <= deadline_s:
             return
         why = "Is the storage of checkpointPath slow or gone?"
         if self.awaited:
             why = f"It is still waiting for the worker state of {members.name(self.awaited)}"
         raise DeadlineError(
             f"the checkpoint of epoch {self._committed.epoch} was not written within "
-            f"{members.deadline_s:g} s. {why}"
+            f"{deadline_s:g} s. {why}"
         )
 
 
@@ -200,7 +200,7 @@ class RunState:
         restart = restart or Restart()
         self.spec = spec
         self.do = Recorder()
-        self.members = Membership(spec.world_size, spec.deadline_s, spec.tolerance, now)
+        self.members = Membership(spec, now)
         self.shards = Shards(spec.world_size)
         self.gathers = Gathers(self)
         progress = restart.progress or Progress.start(spec.world_size)

@@ -269,7 +269,7 @@ class Worker:
             elif "window" in header:
                 yield from self._contribute(header)
             elif "gather" in header:
-                value = read_gather(header, member.rank, averager.coordinator.members.world_size)
+                value = read_gather(header, member.rank, averager.coordinator.spec.world_size)
                 averager.tell(averager.coordinator.gave, member, value)
             elif "shard" in header:
                 shard = received(ShardStatistics, header["shard"], member.rank)
@@ -285,7 +285,7 @@ class Worker:
                 self.channel.send([averager.parts])
             elif "validation" in header:
                 validation = received(ValidationReport, header["validation"], member.rank)
-                limit = MAX_STATES_BYTES // averager.coordinator.members.world_size
+                limit = MAX_STATES_BYTES // averager.coordinator.spec.world_size
                 states = yield from self._kept(read_size(header, member.rank, limit, "states", 0))
                 averager.tell(averager.coordinator.validated, member, validation, states)
             elif "epoch_losses" in header:
