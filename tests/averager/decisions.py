@@ -13,7 +13,7 @@ from support.simulation.run import Outcome, simulate
 
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member, Tolerance
-from sparkdl.averager.coordination.run_state import Restart, RunSpec
+from sparkdl.averager.coordination.run_state import Restart, RunSpec, Schedule
 from sparkdl.averager.messages.run_events import Progress
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
@@ -74,7 +74,7 @@ class Run:
         deadline_s: float = 60.0,
         max_failures: int = 0,
         min_workers: int = 1,
-        checkpoints: Any = None,
+        checkpoints: Schedule | None = None,
         saved: bool = True,
         progress: Progress | None = None,
         kept: Mapping[int, bytes] | None = None,

@@ -230,13 +230,13 @@ class EpochLosses:
 
     def news(self) -> None:
         """Tell driver and workers of epochs that have now ended or been validated."""
-        validates = bool(self._run.shards.statistics.held_out)
-        before = self._known
-        known = self._run.committed.epochs_with_known_loss(validates=validates)
+        run, before = self._run, self._known
+        validates = bool(run.shards.statistics.held_out)
+        known = run.committed.epochs_with_known_loss(validates=validates)
         self._known = max(before, known)
-        for summary in self._run.committed.history[before:known]:
-            if self._run.spec.measures:
-                self._run.do.report(EpochCounted(summary.epoch, self._run.committed.take_states()))
+        for summary in run.committed.history[before:known]:
+            if run.spec.measures:
+                run.do.report(EpochCounted(summary.epoch, run.committed.take_states()))
             else:
                 self._for_callbacks(summary)
         self._answer()
@@ -270,10 +270,11 @@ class EpochLosses:
 
     def _answer(self) -> None:
         """Answer the workers that need not wait any more."""
-        ended = min(self._known, self._approved) if self._run.spec.followed else self._known
+        run = self._run
+        ended = min(self._known, self._approved) if run.spec.followed else self._known
         answered = [each for each in self.wanted.values() if each[2] <= ended]
         for member, known, epochs in answered:
             del self.wanted[member.rank]
-            losses = self._run.committed.epoch_losses(known + 1, epochs, self._run.spec.metric)
-            self._run.do.send_epoch_losses(member, losses)
-            self._run.members.restart_clock()
+            losses = run.committed.epoch_losses(known + 1, epochs, run.spec.metric)
+            run.do.send_epoch_losses(member, losses)
+            run.members.restart_clock()

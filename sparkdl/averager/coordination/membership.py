@@ -122,10 +122,10 @@ class Membership:
             TrainingError: the rank is not one of this run's, or has joined already.
             FencedError: a later attempt has joined already.
         """
-        rank, host = member.rank, member.host
-        if not 0 <= rank < self._spec.world_size:
+        rank, host, world_size = member.rank, member.host, self._spec.world_size
+        if not 0 <= rank < world_size:
             raise TrainingError(
-                f"a task with rank {rank} on {host} joined a run of {self._spec.world_size} workers: "
+                f"a task with rank {rank} on {host} joined a run of {world_size} workers: "
                 "Spark started more tasks than the run has workers"
             )
         before = self._members.get(rank)

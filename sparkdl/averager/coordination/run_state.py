@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sparkdl.averager.coordination.actions import Recorder
 from sparkdl.averager.coordination.committed import CommittedProgress, EpochLosses
@@ -19,8 +19,15 @@ from sparkdl.averager.messages.run_events import Progress, WorkerState
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.errors import DeadlineError, SparkDLError
 
-if TYPE_CHECKING:
-    from sparkdl.averager.service.saving import CheckpointPlan
+
+class Schedule(Protocol):
+    """Which commits become checkpoints."""
+
+    def due(self, epoch: int) -> bool:
+        """Whether the end of an epoch becomes a checkpoint."""
+
+    def due_within(self, rounds: int) -> bool:
+        """Whether it is time for one, this many rounds after the last."""
 
 
 class Checkpointing:
@@ -38,7 +45,7 @@ class Checkpointing:
     def __init__(self, run: RunState, *, saved: bool = True) -> None:
         self.awaited: set[int] = set()
         self.told_to_end: SparkDLError | None = None
-        self._plan, self._committed = run.spec.checkpoints, run.committed
+        self._schedule, self._committed = run.spec.checkpoints, run.committed
         self._members, self._deadline_s = run.members, run.spec.deadline_s
         self._since: float | None = None
         self._asked = False
@@ -54,7 +61,7 @@ class Checkpointing:
     @property
     def has_last_commit(self) -> bool:
         """Whether a checkpoint of the last commit exists, or none are written at all."""
-        return self._plan is None or self._saved_round == self._committed.round
+        return self._schedule is None or self._saved_round == self._committed.round
 
     def preempt(self, reason: SparkDLError) -> None:
         """Make the next commit a checkpoint, after which the run ends."""
@@ -63,24 +70,24 @@ class Checkpointing:
 
     def end_epoch(self, epoch: int) -> None:
         """Take note that a commit is the end of an epoch."""
-        if self._plan is not None and self._plan.due(epoch):
+        if self._schedule is not None and self._schedule.due(epoch):
             self._asked = True
 
     def holds(self, window: Window) -> bool:
         """Whether a window's round may become a checkpoint while another is being written."""
-        if self._plan is None or self._since is None:
+        if self._schedule is None or self._since is None:
             return False
         rounds = self._committed.round + 1 - self._begun_round
         ends = self.told_to_end is not None
-        return ends or window.report.last or self._plan.due_within(rounds)
+        return ends or window.report.last or self._schedule.due_within(rounds)
 
     @property
     def due(self) -> bool:
         """Whether the latest commit becomes a checkpoint."""
-        if self._plan is None or self._since is not None:
+        if self._schedule is None or self._since is not None:
             return False
         rounds = self._committed.round - self._begun_round
-        return self._asked or self._plan.due_within(rounds)
+        return self._asked or self._schedule.due_within(rounds)
 
     def begin(self, awaited: Iterable[int]) -> None:
         """Begin a checkpoint of the latest commit, with the worker states of ``awaited``."""
@@ -152,7 +159,7 @@ class RunSpec:
     deadline_s: float = 600.0
     tolerance: Tolerance = field(default_factory=Tolerance)
     policy: RoundPolicy = field(default_factory=All)
-    checkpoints: CheckpointPlan | None = None
+    checkpoints: Schedule | None = None
     frozen: str = ""
     followed: bool = False
     measures: bool = False

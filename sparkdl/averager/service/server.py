@@ -28,7 +28,7 @@ from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.headers import stopped_header
 from sparkdl.averager.messages.run_events import Progress, RunEvent, TimePassed, WorkerLost
 from sparkdl.averager.service.conversation import Worker
-from sparkdl.averager.service.saving import KeptModel, ResumedCheckpoint, Saving
+from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint, Saving
 from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import Contributions, Memory
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
@@ -113,7 +113,7 @@ class Averager(Service):
         snapshot: Snapshot,
         edge: EdgeOptions = EdgeOptions(),
     ) -> None:
-        center.require_in_step(spec.policy)
+        center.require_in_step(type(spec.policy).__name__, in_step=spec.policy.in_step)
         progress = snapshot.restart.progress
         self.coordinator = Coordinator(spec, edge.now(), snapshot.restart)
         self.center = Center(
@@ -271,6 +271,7 @@ class Averager(Service):
             is_saved = self.coordinator.checkpoints.has_last_commit
             if plan is None or (is_saved and (kept is None or kept.saved)):
                 return True
+            assert isinstance(plan, CheckpointPlan)
             data = self.coordinator.shards.statistics.lasting()
             progress = self.coordinator.committed.progress()
             saving = Saving(plan, progress, data, self.center.named(), kept, goes_on=False)
@@ -452,7 +453,7 @@ class Averager(Service):
     def begin_checkpoint(self, progress: Progress, statistics: DataStatistics) -> None:
         """Copy the center for a checkpoint."""
         plan = self.coordinator.spec.checkpoints
-        assert plan is not None
+        assert isinstance(plan, CheckpointPlan)
         data = statistics.lasting()
         self.saving = Saving(plan, progress, data, self.center.copy(), self.kept_model)
 

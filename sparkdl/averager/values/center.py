@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.center_update import (
     CenterUpdate,
@@ -60,22 +59,26 @@ class CenterSpec:
     update: CenterUpdate = field(default_factory=ReplaceByMean)
     fragments: int = 1
 
-    def require_in_step(self, policy: RoundPolicy) -> None:
-        """Check that a policy keeps workers in step where this way to travel needs it.
+    def require_in_step(self, policy: str, *, in_step: bool) -> None:
+        """Check that workers stay in step where this way to travel needs it.
+
+        Args:
+            policy: the name of the round policy.
+            in_step: whether it keeps them in step.
 
         Raises:
             ConfigError: it does not; or there are more fragments than values.
         """
-        if self.wire_format.replies_changes and not policy.in_step:
+        if self.wire_format.replies_changes and not in_step:
             raise ConfigError(
                 f"wire format {self.wire_format.name!r} sends workers only the changes of the "
                 "center, which they can apply only if they have received every one; with "
-                f"{type(policy).__name__} they have not. Use FULL_PRECISION, or CHANGES"
+                f"{policy} they have not. Use FULL_PRECISION, or CHANGES"
             )
-        if self.fragments > 1 and not policy.in_step:
+        if self.fragments > 1 and not in_step:
             raise ConfigError(
                 f"averaging in {self.fragments} fragments needs workers that stay in step, but "
-                f"{type(policy).__name__} lets them drift apart. Use All, or one fragment"
+                f"{policy} lets them drift apart. Use All, or one fragment"
             )
         largest = max((segment.numel for segment in self.layout), default=0)
         if self.fragments > 1 and self.fragments > largest:
