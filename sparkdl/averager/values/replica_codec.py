@@ -105,12 +105,16 @@ class ReplicaChunk:
         base: same shape, in the center's dtype: the center received last, if the values travel as
             changes from it; else None.
         wire_format: how the values travel.
+        spread: the segment, if every worker has a part of it; ``values`` is then a copy.
+        start: where the chunk begins in it.
     """
 
     segment: Segment
     values: Tensor
     base: Tensor | None
     wire_format: WireFormat
+    spread: SpreadValues | None = None
+    start: int = 0
 
     @property
     def center_packing(self) -> Packing:
@@ -123,11 +127,13 @@ class ReplicaChunk:
         return self.wire_format.reply(self.segment)
 
     def contribution(self, window: WindowReport) -> Tensor:
-        """What to send; may be the state itself.
+        """What to send; may be the state itself. Spread chunks are asked in order, each once.
 
         Raises:
             NonFiniteError: there are NaN or infinite values.
         """
+        if self.spread is not None:
+            self.spread.read_on(self.values)
         if self.segment.averaged:
             require_finite(self.values, window)
         encoded = self.wire_format.encode(self.values, self.base, self.segment)
@@ -144,6 +150,8 @@ class ReplicaChunk:
             self.values.copy_(center)
         if self.base is not None:
             self.base.copy_(center)
+        if self.spread is not None:
+            self.spread.write(self.start, self.values)
 
     def take_reply(self, reply: Tensor) -> None:
         """Overwrite values and base with a round's result, unpacked or ``values`` itself."""
@@ -156,29 +164,6 @@ class ReplicaChunk:
         reply = self.reply_packing.unpack(packed, len(self.values))
         self.wire_format.decode(reply, center, self.base, self.segment)
         return center
-
-
-@dataclass(frozen=True, slots=True)
-class SpreadChunk(ReplicaChunk):
-    """A chunk of a segment of which every worker has a part; its values are a copy.
-
-    Attributes:
-        spread: the segment.
-        start: where the chunk begins in it.
-    """
-
-    spread: SpreadValues
-    start: int
-
-    def contribution(self, window: WindowReport) -> Tensor:
-        """What to send; the chunks have to be asked in order, each once."""
-        self.spread.read_on(self.values)
-        return ReplicaChunk.contribution(self, window)
-
-    def take_center(self, center: Tensor) -> None:
-        """Overwrite this worker's part with the center's."""
-        ReplicaChunk.take_center(self, center)
-        self.spread.write(self.start, self.values)
 
 
 class ReplicaCodec:
@@ -246,16 +231,14 @@ class ReplicaCodec:
         for chunk in plan_fragments(layout, self.chunk_bytes, fragments)[index]:
             segment, base = layout[chunk.segment], self._base[chunk.segment]
             stretch = None if base is None else base[chunk.start : chunk.stop]
-            values = state[chunk.segment]
-            if isinstance(values, Tensor):
-                values = values[chunk.start : chunk.stop]
-                chunks.append(ReplicaChunk(segment, values, stretch, self._wire_format))
-                continue
-            size = (chunk.stop - chunk.start) * segment.dtype.itemsize
-            copy = self._copies[:size].view(segment.dtype)
-            chunks.append(
-                SpreadChunk(segment, copy, stretch, self._wire_format, values, chunk.start)
-            )
+            whole, spread = state[chunk.segment], None
+            if isinstance(whole, Tensor):
+                values = whole[chunk.start : chunk.stop]
+            else:
+                size = (chunk.stop - chunk.start) * segment.dtype.itemsize
+                values, spread = self._copies[:size].view(segment.dtype), whole
+            parts = segment, values, stretch, self._wire_format, spread, chunk.start
+            chunks.append(ReplicaChunk(*parts))
         return chunks
 
     def _layout_of(self, state: Sequence[Tensor | SpreadValues]) -> Layout:
