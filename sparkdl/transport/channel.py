@@ -94,7 +94,7 @@ class Channel:
     ) -> None:
         self.connected = connected
         # Whether a short count means that no more can be received or sent now: TLS goes by records.
-        self._short_is_all = isinstance(connected, socket.socket)
+        self._short_is_all = not isinstance(connected, Encrypted)
         self._staging = staging
         self._touched = touched
         self.check: Callable[[dict[str, Any]], None] | None = None
@@ -274,13 +274,11 @@ class Channel:
 
     def _room(self) -> memoryview:
         """Where to receive what comes next: values in place, all else in the staging buffer."""
-        due = len(self._rest)
-        if due >= IN_PLACE_BYTES:
+        if len(self._rest) >= IN_PLACE_BYTES:
             return self._rest
-        if not due and isinstance(self._need, memoryview):
-            due = PREFIX_BYTES + len(self._need)
-        # Hardly more than is due: it would have to be kept until it is wanted.
-        return self._staging[: max(due, IN_PLACE_BYTES)] if due else self._staging
+        # Not much more than is due: it would have to be kept, or copied to its place.
+        ends_soon = self._rest or isinstance(self._need, memoryview)
+        return self._staging[:IN_PLACE_BYTES] if ends_soon else self._staging
 
     def _take(self, octets: memoryview) -> None:
         """Process what has arrived; what is not wanted yet is kept."""

@@ -15,7 +15,6 @@ from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.transport import local, sockets
 from sparkdl.transport.connection import Connection, Takes
 
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ class ServiceAddress:
 
     @property
     def uri(self) -> str:
-        """``tcp://host:port``"""
+        """The address as ``tcp://host:port``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
 
@@ -91,9 +90,10 @@ class ServiceAddress:
                 connection.close()
                 raise
 
-        if self.fingerprint is None and (
-            found := local.connect(address, self.token, timeout_s)
-        ) is not None:
+        if (
+            self.fingerprint is None
+            and (found := local.connect(address, self.token, timeout_s)) is not None
+        ):
             try:
                 return proved(found)
             except StoppedError as error:

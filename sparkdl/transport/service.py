@@ -154,7 +154,7 @@ class Service:
     def on_break(self, call: Callable[[TrainingError], None]) -> None:
         """Call with ``failure`` when a bug ends the thread, perhaps twice; at once if one has.
 
-        Otherwise whoever waits for news from the service would wait forever. Farewells still go out.
+        Otherwise whoever waits for news from the service would wait forever.
         """
         self._on_break.append(call)
         if self.failure is not None:

@@ -217,10 +217,11 @@ class Encrypted:
                 event = select.POLLIN
             except ssl.SSLWantWriteError:
                 event = select.POLLOUT
+            if self.silence_s == 0:
+                raise BlockingIOError("no data can move on an encrypted connection")
             poll = select.poll()
             poll.register(self._encrypted, event)
-            timeout_ms = None if self.silence_s is None else 1000 * self.silence_s
-            if timeout_ms == 0 or not poll.poll(timeout_ms):
+            if not poll.poll(None if self.silence_s is None else 1000 * self.silence_s):
                 raise BlockingIOError("no data moved on an encrypted connection")
 
 

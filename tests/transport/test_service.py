@@ -116,7 +116,9 @@ def test_a_connection_that_waits_for_something_long_keeps_no_other_waiting(
         assert waiting.receive_header() == {"first": {"waited": True}}
 
 
-@pytest.mark.parametrize(("what", "why"), [("wrong", "that was wrong"), ("broken", "the file is gone")])
+@pytest.mark.parametrize(
+    ("what", "why"), [("wrong", "that was wrong"), ("broken", "the file is gone")]
+)
 def test_one_that_cannot_be_understood_or_served_ends_alone(
     service: Service, what: str, why: str
 ) -> None:

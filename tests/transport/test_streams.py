@@ -31,9 +31,7 @@ def certificate() -> Certificate:
 class Pair:
     """The averager's end, and a worker's that waits."""
 
-    def __init__(
-        self, here: socket.socket | Encrypted, there: socket.socket | Encrypted
-    ) -> None:
+    def __init__(self, here: socket.socket | Encrypted, there: socket.socket | Encrypted) -> None:
         self.here = here
         self.there = there
 

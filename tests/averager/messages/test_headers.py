@@ -197,5 +197,5 @@ def test_the_statistics_of_all_survive_their_header() -> None:
 
 def test_the_size_of_what_need_not_be_sent_may_be_missing() -> None:
     assert read_size({}, 0, 4, default=0) == 0
-    with pytest.raises(TrainingError, match="rank 0 sent .* instead of its worker state"):
+    with pytest.raises(TrainingError, match=r"rank 0 sent .* instead of its worker state"):
         read_size({}, 0, 4)

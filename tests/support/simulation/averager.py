@@ -96,7 +96,9 @@ class Averager(RealAverager, _InMemory):
 
     def accept(self, link: Link) -> None:
         """Serve a connection; that both ends know the token is no matter here."""
-        channel = _Channel(cast(Any, Stream(link, self._look_soon)), self._staging, self._touched.add)
+        channel = _Channel(
+            cast(Any, Stream(link, self._look_soon)), self._staging, self._touched.add
+        )
         self._accepted += 1
         channel.number = self._accepted
         self._sessions[channel] = None
