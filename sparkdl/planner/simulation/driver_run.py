@@ -18,7 +18,7 @@ import numpy as np
 from sparkdl.averager.coordination.actions import Actions, carry_out
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.events import Event, P
-from sparkdl.averager.coordination.membership import Member, Tolerance
+from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.run_events import RunEvent
 from sparkdl.events import EpochSummary, WindowReport
