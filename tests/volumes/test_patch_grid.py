@@ -106,11 +106,6 @@ def test_a_chunk_of_ones_own_is_whole_blocks_and_at_least_the_overlap(
         require_chunk(chunk, blocks, LARGE)
 
 
-def test_a_chunk_may_be_as_small_as_a_small_array() -> None:
-    small = Patches((3, 10, 10), (8, 8, 8), (6, 4, 4), (0, 0, 0))
-    require_chunk((3, 10, 10), (3, 5, 5), small)
-
-
 @every(
     ("shape", "depth", "chunk", "blocks"),
     [
