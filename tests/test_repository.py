@@ -74,6 +74,7 @@ def test_a_name_is_what_its_home_has() -> None:
         assert getattr(sparkdl, name) is getattr(importlib.import_module(home), name), name
 
 
+@pytest.mark.gate
 def test_no_name_of_the_list_needs_a_package_of_an_extra() -> None:
     extras = ["PIL", "cryptography", "imagehash", "matplotlib", "mlflow", "scipy", "tensorboard"]
     extras += ["tensorstore", "torchmetrics", "yaml"]
@@ -156,6 +157,7 @@ def closing_lines(lines: list[str]) -> list[str]:
     return [end.partition(" in ")[0] for end in ends]
 
 
+@pytest.mark.gate
 def test_what_passes_the_second_time_is_flaky_and_fails_nothing(tmp_path: Path) -> None:
     status, lines = run(tmp_path, "-n", "1", test_flaky=FLAKY)
     assert status == 0
@@ -164,6 +166,7 @@ def test_what_passes_the_second_time_is_flaky_and_fails_nothing(tmp_path: Path) 
     assert "1 passed in " in lines[-1]
 
 
+@pytest.mark.gate
 def test_what_was_flaky_three_times_fails_the_run(tmp_path: Path) -> None:
     statuses = []
     for _ in range(3):
@@ -172,6 +175,7 @@ def test_what_was_flaky_three_times_fails_the_run(tmp_path: Path) -> None:
     assert statuses == [0, 0, 1]
 
 
+@pytest.mark.gate
 def test_what_fails_twice_fails_the_run(tmp_path: Path) -> None:
     files = {"test_flaky": FLAKY, "test_failing": FAILING, "test_teardown": NOT_TORN_DOWN}
     status, lines = run(tmp_path, test_skipped=SKIPPED_LATER, **files)
@@ -187,6 +191,7 @@ def test_what_fails_twice_fails_the_run(tmp_path: Path) -> None:
     assert second == "1 failed, 2 passed, 1 skipped, 1 error"
 
 
+@pytest.mark.gate
 def test_what_is_no_failed_test_is_not_run_again(tmp_path: Path) -> None:
     cases = {
         "error in collecting": ([], "test_broken", "import a_module_that_nobody_has"),

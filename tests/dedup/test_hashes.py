@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from sparkdl import NearDuplicates
 from sparkdl.dedup.hashing import grey_images, hash_rows, imagehash, simhash
-from sparkdl.dedup.pairs import MOST_KEYS, Keys, dealt, keys_for, signed
+from sparkdl.dedup.pairs import MOST_KEYS, dealt, keys_for, signed
 from sparkdl.encodings import any_size
 from sparkdl.errors import SetupError
 
@@ -54,8 +54,8 @@ def hard() -> list[Image.Image]:
 
 @every("kind", KINDS)
 def test_the_bits_are_those_of_imagehash(kind: str) -> None:
-    images = [Image.fromarray(pixels) for pixels in digits(400)[0]] + hard()
-    images += [natural(seed, (160 + 7 * seed, 200 - 5 * seed)) for seed in range(12)]
+    images = [Image.fromarray(pixels) for pixels in digits(60)[0]] + hard()
+    images += [natural(seed, (160 + 7 * seed, 200 - 5 * seed)) for seed in range(4)]
     assert hashes(kind, [png(each) for each in images]) == [word(each, kind) for each in images]
 
 
@@ -76,7 +76,7 @@ def test_an_image_of_any_mode_and_format_has_the_bits_that_it_has_in_grey(kind: 
 
 @every("kind", KINDS)
 def test_brighter_images_and_jpegs_are_near_and_other_images_are_not(kind: str) -> None:
-    images = [natural(seed, (240, 180)) for seed in range(20)]
+    images = [natural(seed, (240, 180)) for seed in range(8)]
     plain = hashes(kind, [png(each) for each in images])
     brighter = [
         png(each.point([min(255, round(v * 1.01)) for v in range(256)] * 3)) for each in images
@@ -88,13 +88,6 @@ def test_brighter_images_and_jpegs_are_near_and_other_images_are_not(kind: str) 
     others = bits_apart(plain, plain[1:] + plain[:1])
     assert 28 < others.mean() < 36
     assert others.min() > 10
-
-
-def test_the_words_of_a_batch_do_not_depend_on_its_other_rows() -> None:
-    files = [png(natural(seed, (100, 80))) for seed in range(5)]
-    for kind in KINDS:
-        assert hashes(kind, files) == [hashes(kind, [each])[0] for each in files]
-        assert hashes(kind, []) == []
 
 
 STRUCT = pa.struct(
@@ -142,7 +135,7 @@ def test_an_image_is_turned_as_its_exif_says() -> None:
 def drawings(ink: int, ground: tuple[int, int]) -> list[Image.Image]:
     """Lines of one grey, on a ground of (grey, alpha)."""
     images = []
-    for seed in range(20):
+    for seed in range(8):
         image = Image.new("LA", (64, 64), ground)
         random = np.random.default_rng(seed)
         for _ in range(6):
@@ -159,7 +152,7 @@ def test_drawings_on_a_transparent_ground_have_the_bits_of_those_on_one_in_contr
     for ink, contrast in ((0, 255), (255, 0), (128, 255)):
         clear = drawings(ink, (ink, 0))
         wanted = [word(each.convert("L"), kind) for each in drawings(ink, (contrast, 255))]
-        assert len(set(wanted)) == 20
+        assert len(set(wanted)) == 8
         for files in (
             [png(each) for each in clear],
             [png(each.convert("RGBA")) for each in clear],
@@ -277,7 +270,7 @@ def test_it_is_that_of_its_definition(texts: list[str]) -> None:
 
 
 def test_a_long_text_is_counted_in_parts() -> None:
-    texts = [TEXT * 1_000, "a", OTHER * 200, OTHER]
+    texts = [TEXT * 450, "a", OTHER * 20, OTHER]
     assert hashes_of_texts(*texts) == [by_definition(each) for each in texts]
 
 
@@ -353,14 +346,6 @@ def test_what_is_estimated_from_a_sample_is_so_for_all() -> None:
     assert 0.5 < keys.fullest / fullest < 2
 
 
-def test_groups_are_not_compared_with_each_other() -> None:
-    sample = margins(3_000)
-    together = keys_for(sample, one_group(sample), 100, 2)
-    apart = keys_for(sample, np.arange(3_000) % 10, 100, 2)
-    assert together.bands == apart.bands
-    assert 0.05 < apart.comparisons / together.comparisons < 0.2
-
-
 def test_more_rows_have_longer_keys_until_there_are_too_many() -> None:
     sample = words(20_000)
     few, many = (keys_for(sample, one_group(sample), rows, 3) for rows in (10**6, 10**9))
@@ -369,13 +354,3 @@ def test_more_rows_have_longer_keys_until_there_are_too_many() -> None:
     for threshold in range(32):
         keys = keys_for(sample[:100], one_group(sample[:100]), 10**12, threshold)
         assert len(keys.masks) == math.comb(len(keys.bands), threshold) <= MOST_KEYS
-
-
-def test_the_one_key_of_threshold_0_is_the_word() -> None:
-    assert keys_for(words(10), one_group(words(10)), 10, 0).masks == [EVERY_BIT]
-    assert Keys((EVERY_BIT,), 1).masks == [EVERY_BIT]
-
-
-def test_of_no_words_no_pair_is_compared() -> None:
-    keys = keys_for(words(0), one_group(words(0)), 0, 4)
-    assert f"{keys.comparisons:g} {keys.fullest:g}" == "0 0"  # and not -0

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from every_row import every
 from frames import configured, in_files
-from near_rows import digits, kept_of_all_pairs, png, word
+from near_rows import digits, png
 from PIL import Image
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import SQLTransformer
@@ -72,19 +72,6 @@ def test_rows_without_a_hash_stay_and_are_counted(
     report = model.report()
     assert list(report.kept["rows"]) == [6] * 5
     assert "2 null values, kept; 2 broken rows, kept, first that with id=3" in report.summary
-
-
-@pytest.mark.nightly
-def test_the_same_rows_stay_without_a_limit_of_rows_for_python(
-    spark: SparkSession, pictures: list[bytes], tmp_path: Path
-) -> None:
-    """Columnar files: functions of columns would never end."""
-    given = [*pictures, *pictures[:2], WHITE]
-    words = [word(Image.open(io.BytesIO(each)), "dhash") for each in given]
-    rows = in_files(images(spark, *given), tmp_path / "table")
-    with configured(spark, {"spark.sql.execution.arrow.maxRecordsPerBatch": "0"}):
-        model = NearDuplicates(within=None).fit(rows)
-        assert ids(model.transform(rows)) == kept_of_all_pairs(words, [0] * len(words), 4)
 
 
 @pytest.mark.nightly
@@ -220,19 +207,6 @@ def test_a_key_that_too_many_words_share_is_said(
         caplog.clear()
         NearDuplicates(hash="given", threshold=1, within=None).fit(frame)
     assert not [each for each in caplog.messages if "one key" in each]
-
-
-@pytest.mark.nightly
-def test_a_report_has_pairs_of_each_distance_and_counts_of_each_threshold(table: DataFrame) -> None:
-    model: NearDuplicatesModel = NearDuplicates(threshold=6).fit(table)
-    report = model.report()
-    assert len(report.pairs) == 20
-    assert set(report.pairs["distance"]) == set(range(7))
-    kept = [model.copy({model.threshold: t}).kept().count() for t in range(7)]
-    assert list(report.kept["rows"]) == kept
-    assert kept[0] > kept[-1]
-    assert report.summary in repr(report)
-    assert len(repr(report)) < 1_000  # without the pictures
 
 
 def test_texts_and_names_that_are_no_utf8_are_named_and_shown(

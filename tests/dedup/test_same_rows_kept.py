@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow as pa
 import pytest
-from every_row import every
 from near_rows import ids, kept_of_all_pairs, words_of
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -45,15 +43,6 @@ def test_transform_gives_the_rows_that_stay(model: NearDuplicatesModel, table: D
 
 
 @pytest.mark.nightly
-@every("kind", ["ahash", "phash", "whash"])
-def test_each_hash_keeps_what_a_comparison_of_all_pairs_keeps(table: DataFrame, kind: str) -> None:
-    words, _ = words_of(kind)
-    model = NearDuplicates(hash=kind, threshold=6, within=None).fit(table)
-    assert ids(model.kept(), "first") == kept_of_all_pairs(words, [0] * 2_000, 6)
-    model.unpersist()
-
-
-@pytest.mark.nightly
 def test_the_same_rows_stay_however_the_table_is_cut_up(table: DataFrame) -> None:
     words, labels = words_of("dhash")
     wanted = kept_of_all_pairs(words, labels, 4)
@@ -73,25 +62,6 @@ def test_the_same_rows_stay_however_the_table_is_cut_up(table: DataFrame) -> Non
 def given(spark: SparkSession, words: list[int | None], **columns: list[object]) -> DataFrame:
     rows = {"id": list(range(len(words))), "image": pa.array(words, pa.int64()), **columns}
     return frame_of(spark, pa.table(rows))
-
-
-@pytest.mark.nightly
-def test_random_tables_of_close_words(spark: SparkSession) -> None:
-    """Words of 12 bits, of which nearly all have neighbours, in a few groups and null."""
-    for seed in range(2):
-        random = np.random.default_rng(seed)
-        places = random.choice(64, 12, replace=False)
-        small = random.integers(0, 2**12, 300)
-        bits = (small[:, None] >> np.arange(12) & 1).astype(np.int64)
-        words = (bits << places).sum(axis=1).tolist()
-        labels = random.choice(np.array(["a", "b", "", None]), 300).tolist()
-        frame = given(spark, words, label=labels).repartition(1 + seed)
-        model = NearDuplicates(hash="given", threshold=4).fit(frame)
-        for threshold in range(5):
-            kept = ids(model.copy({model.threshold: threshold}).kept(), "first")
-            assert kept == kept_of_all_pairs(words, labels, threshold), (seed, threshold)
-        assert ids(model.transform(frame)) == kept
-        model.unpersist()
 
 
 @pytest.mark.versions
@@ -125,27 +95,3 @@ def test_a_hundred_thousand_equal_rows_are_one_hash(spark: SparkSession) -> None
     assert (model.found.rows, model.found.different) == (100_000, 1)
     assert ids(model.transform(same)) == [0]
     assert model.keys.comparisons == 0
-
-
-@pytest.mark.nightly
-@every(
-    "kind, values",
-    [
-        ("string", "concat('row ', lpad(id, 4, '0'))"),
-        ("date", "date_add(date'2020-02-28', cast(id as int))"),
-        ("timestamp", "timestamp_seconds(id)"),
-        ("double", "case when id = 3 then double('inf') else id - 1.5 end"),
-        ("decimal", "cast(id as decimal(20, 3))"),
-        ("binary", "cast(lpad(id, 3, '0') as binary)"),
-    ],
-)
-def test_the_order_may_have_any_type_that_spark_sorts(
-    spark: SparkSession, kind: str, values: str
-) -> None:
-    words = [0, 0, 1, 7, 7, 3]
-    frame = given(spark, words).withColumn("first", F.expr(values))
-    model = NearDuplicates(hash="given", threshold=1, within=None, keep="first").fit(frame)
-    found = ids(model.transform(frame))
-    order = [row.id for row in frame.orderBy("first").collect()]
-    kept = kept_of_all_pairs([words[row] for row in order], [0] * 6, 1)
-    assert found == sorted(order[place] for place in kept), kind

@@ -151,22 +151,6 @@ class MeanChange(Replay):
         return change
 
 
-class HeavyBall(MeanChange):
-    """With slow momentum, and a rate for that."""
-
-    def __init__(self, data: Data, rate: float, momentum: float) -> None:
-        super().__init__(data)
-        self._outer_rate, self._momentum = rate, momentum
-        self._velocity = [torch.zeros_like(values) for values in self.center]
-
-    def moved(self, change: list[Tensor]) -> list[Tensor]:
-        """Further in the direction of earlier rounds."""
-        self._velocity = [
-            self._momentum * v + c for v, c in zip(self._velocity, change, strict=True)
-        ]
-        return [self._outer_rate * v for v in self._velocity]
-
-
 class Delayed(MeanChange):
     """Liu et al.'s delayed Nesterov momentum: a step of it in every N-th round.
 

@@ -104,7 +104,7 @@ def final_replicas(monkeypatch: pytest.MonkeyPatch, job: Any, shards: Any) -> tu
 
 
 @every("wire_dtype", ["float32", "bfloat16"])
-@every("sizes", [[16, 16, 16], [28, 8, 17], [0, 12, 30]])
+@every("sizes", [[28, 8, 17], [0, 12, 30]])
 @every("optimizer", [OPTIMIZERS["momentum"], OPTIMIZERS["adam"]])
 def test_every_replica_ends_with_the_bits_of_the_center(
     monkeypatch: pytest.MonkeyPatch, wire_dtype: Any, sizes: list[int], optimizer: Any
@@ -251,8 +251,7 @@ def test_changes_rounded_to_bfloat16_travel_between_hosts_and_driver() -> None:
     assert 0 < relative_error(rounded.module, exact.module) <= 1e-2
 
 
-@every("aggregation", ["executors", "hierarchical"])
-@every("period", [1, 2, 3])
+@every(("aggregation", "period"), [("executors", 1), ("hierarchical", 3)])
 def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them(
     aggregation: str, period: int
 ) -> None:
@@ -276,8 +275,7 @@ def test_a_worker_that_dies_ends_the_run_by_name_where_no_loss_is_allowed() -> N
         averaged("hierarchical", marked([12, 12, 12], 24 + 5), Kills(), max_failures=0)
 
 
-@every("averaged", [True, False])
-@every("name", OPTIMIZERS)
+@every(("name", "averaged"), [*((name, True) for name in OPTIMIZERS), ("adam", False)])
 def test_averaging_with_tails_equals_the_algorithm_by_hand(name: str, averaged: bool) -> None:
     data = classification([31, 18, 26])  # 8, 5 and 7 batches of 4: tails of 2, 2 and 1 steps
     optimizer = OPTIMIZERS[name]
@@ -293,7 +291,7 @@ def test_averaging_with_tails_equals_the_algorithm_by_hand(name: str, averaged: 
     assert relative_error(outcome.module, oracle) <= 1e-9
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(enough_rows),
     period=st.integers(1, 5),

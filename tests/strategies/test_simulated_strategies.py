@@ -59,7 +59,7 @@ class Simulated:
         strategy: of windows of a step each.
         oracle: makes one for a run.
         most_ahead: windows by which nobody may begin another ahead of the slowest; None for any.
-        ahead: the least and the most by which somebody does in 60 schedules of longer epochs; None
+        ahead: the least and the most by which somebody does in 20 schedules of longer epochs; None
             if this is left open.
     """
 
@@ -260,7 +260,7 @@ def outcomes(simulated: Simulated, schedules: int) -> list[Outcome]:
 @every("name", SIMULATED)
 def test_every_schedule_ends_with_the_center_that_its_commits_give(name: str) -> None:
     simulated = SIMULATED[name]
-    count = 60 if simulated.ahead else 25
+    count = 20 if simulated.ahead else 12
     ended = outcomes(simulated, count)
     assert sum(outcome.failure is None for outcome in ended) > 0.6 * count
     assert sum(outcome.losses for outcome in ended) > 0.2 * count
@@ -297,8 +297,8 @@ def laps(windows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def test_a_made_up_round_robin_run_without_faults_keeps_the_order() -> None:
-    """Whatever messages and windows take: 40 schedules of one to four workers."""
-    for seed in range(40):
+    """Whatever messages and windows take: 15 schedules of one to four workers."""
+    for seed in range(15):
         plan = replace(random_plan(seed), faults=())
         with recorded_decisions() as decisions:
             simulate_strategy(ROUND_ROBIN, plan, pulled(0.2))

@@ -261,6 +261,7 @@ class Penalized(Net):
         return outputs + slope.square().mean()
 
 
+@pytest.mark.gate
 @every(
     ("model", "words"),
     [
@@ -398,6 +399,7 @@ class PenalizesSlopes(nn.Module):
         return outputs + slope.square().mean()
 
 
+@pytest.mark.gate
 @every(
     ("model", "words"),
     [
@@ -411,6 +413,7 @@ def test_a_model_that_does_more_than_call_its_modules_is_told_so(model: Any, wor
         run_world(job, classification([8, 8]).shards(), ranks_as="processes")
 
 
+@pytest.mark.gate
 def test_a_worker_without_rows_is_told_of() -> None:
     job = make_job(mlp(), strategy=SHARDED)
     with pytest.raises(WorkerError, match="shard_parameters need a minibatch from every worker"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from by_hand import Delayed, HeavyBall, MeanChange, Shared
+from by_hand import Delayed, MeanChange, Shared
 from strategy_row import (
     SCHEDULE,
     TWO,
@@ -38,7 +38,6 @@ from sparkdl.large_batches import LAMB
 from sparkdl.strategies import (
     ASP,
     BSP,
-    PBSP,
     SSP,
     AsynchronousOuterOptimizer,
     AsynchronousSGD,
@@ -88,6 +87,7 @@ ROWS = [
         resumed=(14,),
         stopped=(14,),
         twice=True,
+        nightly=("resumed", "twice"),
     ),
     Row(
         "averaging of kept states in bfloat16",
@@ -97,6 +97,7 @@ ROWS = [
         every_rounds=None,
         resumed=(8,),
         stopped=(8,),
+        nightly=("resumed",),
     ),
     *(
         Row(
@@ -110,7 +111,7 @@ ROWS = [
             stopped=(20,),
             killed=averaged(FEW),
             killed_after=0,
-            nightly=("killed",),
+            nightly=("killed",) if unit == "step" else ("killed", "resumed"),
         )
         for unit in ("step", "epoch")
     ),
@@ -126,7 +127,7 @@ ROWS = [
             stopped=(14,),
             restarted=restarted,
             killed_after=6,
-            nightly=("restarted",),
+            nightly=("restarted",) if feed.reshuffle_every else ("restarted", "resumed"),
         )
         for name, feed, restarted in (
             ("again and again", FeedOptions(reshuffle_every=1), {"optimizer": ADAM}),
@@ -159,6 +160,7 @@ ROWS = [
         killed=on_springs(),
         restarted={"optimizer": SGD},
         twice=True,
+        nightly=("restarted",),
     ),
     Row(
         "elastic with momentum",
@@ -166,6 +168,7 @@ ROWS = [
         {"optimizer": ADAM},
         data=EVEN,
         resumed=(4, 13),
+        nightly=("resumed",),
     ),
     Row(
         "elastic asynchronous",
@@ -189,14 +192,7 @@ ROWS = [
         killed=on_springs(reads=True),
         restarted_counts=True,
         **NOISY,
-    ),
-    Row(
-        "elastic hogwild with momentum",
-        replace(HOGWILD, period=3, momentum=0.5),
-        DELAYS,
-        alone=(3, 5, 6, 9),
-        nightly=("alone",),
-        **NOISY,
+        nightly=("killed",),
     ),
     Row(
         "elastic round robin",
@@ -206,16 +202,7 @@ ROWS = [
         EVEN,
         goes_on=(4, 14),
         killed=on_springs(),
-    ),
-    Row(
-        "elastic round robin of three steps",
-        replace(EASGD, mode="round_robin", period=3),
-        {"optimizer": NESTEROV},
-        normed,
-        EVEN,
-        every_rounds=None,
-        resumed=(20,),
-        twice=True,
+        nightly=("killed",),
     ),
     Row(
         "elastic among executors",
@@ -244,7 +231,7 @@ ROWS = [
         {"optimizer": ADAM},
         resumed=(20,),
         restarted={"optimizer": MOMENTUM},
-        nightly=("restarted",),
+        nightly=("restarted", "resumed"),
     ),
     Row(
         "outer of states begun anew",
@@ -252,7 +239,7 @@ ROWS = [
         {"optimizer": ADAGRAD},
         resumed=(14,),
         restarted={"optimizer": MOMENTUM},
-        nightly=("restarted",),
+        nightly=("restarted", "resumed"),
     ),
     Row(
         "outer under way",
@@ -261,7 +248,7 @@ ROWS = [
         resumed=(4, 13, 20),
         killed=in_fragments(STREAMS[2]),
         restarted={"optimizer": SGD},
-        nightly=("killed",),
+        nightly=("killed", "restarted"),
     ),
     Row("outer of fragments under way", STREAMS[5], killed=in_fragments(STREAMS[5])),
     Row(
@@ -272,7 +259,7 @@ ROWS = [
         restarted={"optimizer": SGD},
         twice=True,
         killed_after=7,
-        nightly=("restarted",),
+        nightly=("restarted", "resumed", "twice"),
     ),
     Row(
         "outer of rounded fragments",
@@ -281,7 +268,7 @@ ROWS = [
         resumed=(20,),
         killed_counts=True,
         twice=True,
-        nightly=("killed_counts",),
+        nightly=("killed_counts", "resumed", "twice"),
     ),
     Row(
         "cut off",
@@ -291,24 +278,26 @@ ROWS = [
         nightly=("killed",),
     ),
     Row(
-        "cut off as predicted", PREDICTED, goes_on=(14,), killed=followed(lambda: MeanChange(DATA))
+        "cut off as predicted",
+        PREDICTED,
+        goes_on=(14,),
+        killed=followed(lambda: MeanChange(DATA)),
+        nightly=("goes_on",),
     ),
-    Row(
-        "outer cut off",
-        OUTER_CUT_OFF,
-        goes_on=(4,),
-        killed=followed(lambda: HeavyBall(DATA, rate=0.7, momentum=0.5)),
-        nightly=("killed",),
-    ),
+    Row("outer cut off", OUTER_CUT_OFF, goes_on=(4,)),
     Row("asynchronous", replace(ASYNCHRONOUS, barrier=ASP()), goes_on=(4, 14)),
-    Row("asynchronous SSP 0", replace(ASYNCHRONOUS, barrier=SSP(0)), goes_on=(4,)),
     Row(
         "asynchronous SSP 1",
         replace(ASYNCHRONOUS, barrier=SSP(1)),
         killed=followed(lambda: MeanChange(DATA, 0.8)),
     ),
-    Row("asynchronous PBSP", replace(ASYNCHRONOUS, barrier=PBSP(1)), goes_on=(14,)),
-    Row("asynchronous BSP", replace(ASYNCHRONOUS, barrier=BSP()), resumed=(14,), twice=True),
+    Row(
+        "asynchronous BSP",
+        replace(ASYNCHRONOUS, barrier=BSP()),
+        resumed=(14,),
+        twice=True,
+        nightly=("resumed", "twice"),
+    ),
     Row(
         "delayed Nesterov",
         DELAYED,

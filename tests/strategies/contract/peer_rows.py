@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from strategy_row import SCHEDULE, TWO, Row, noisy
 from toys import classification
-from trainings import ADAM, MOMENTUM, SHARED, normed, on_backbone
+from trainings import ADAM, MOMENTUM, SHARED, normed
 
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import (
@@ -73,7 +73,7 @@ ROWS = [
         twice=True,
         killed_after=10,
         repeats=5,
-        nightly=("resumed",),
+        nightly=("resumed", "restarted"),
         **TOGETHER,
     ),
     Row(
@@ -83,7 +83,7 @@ ROWS = [
         resumed=(5,),
         killed_after=9,
         repeats=2,
-        nightly=("resumed",),
+        nightly=("resumed", "restarted"),
         **TOGETHER,
     ),
     Row(
@@ -96,14 +96,6 @@ ROWS = [
         **TOGETHER | {"data": classification([22, 6])},
     ),
     Row(
-        "all-reduce of rows exchanged once",
-        GradientAllReduce(commit_every=3),
-        {"optimizer": ADAM, "feed": FeedOptions(exchange_rows=True)},
-        killed_after=13,
-        nightly=("restarted",),
-        **TOGETHER,
-    ),
-    Row(
         "averaging among executors",
         ParameterAveraging(2, aggregation="executors", commit_every=3),
         {"optimizer": ADAM, **SCHEDULE},
@@ -113,15 +105,6 @@ ROWS = [
         repeats=2,
         nightly=("resumed", "restarted"),
         **TOGETHER,
-    ),
-    Row(
-        "averaging among executors from the first step",
-        ParameterAveraging(2, aggregation="executors"),
-        {"optimizer": ADAM, **SCHEDULE},
-        killed_after=0,
-        repeats=1,
-        nightly=("restarted",),
-        **TOGETHER | {"net": on_backbone},
     ),
     Row(
         "threshold among executors",
@@ -157,14 +140,6 @@ ROWS = [
         **OF_TWO | {"nightly": ("resumed", "alone", "restarted")},
     ),
     Row(
-        "PowerSGD of many buckets",
-        GradientAllReduce(0.0001, compression=LOW_RANK, commit_every=6),
-        {"optimizer": MOMENTUM},
-        restarted={},
-        killed_after=17,
-        **OF_TWO,
-    ),
-    Row(
         "top-k",
         GradientAllReduce(compression=TopK(0.1, start_after=2), commit_every=6),
         {"optimizer": MOMENTUM},
@@ -188,15 +163,6 @@ ROWS = [
         | {"data": classification([40, 34]), "nightly": ("resumed", "alone", "restarted", "twice")},
     ),
     Row(
-        "sharded parameters with momentum",
-        GradientAllReduce(commit_every=4, shard_parameters=True),
-        {"optimizer": MOMENTUM},
-        resumed=(5,),
-        restarted={},
-        killed_after=17,
-        **OF_TWO,
-    ),
-    Row(
         "hybrid layers",
         GradientAllReduce(hybrid=Hybrid("*", 1), commit_every=4),
         {"optimizer": ADAM, **SCHEDULE},
@@ -216,16 +182,6 @@ ROWS = [
         killed_after=17,
         **OF_TWO | {"nightly": ("resumed", "restarted", "twice")},
     ),
-    Row(
-        "averaging along trees",
-        ParameterAveraging(2, aggregation="executors", reduction=ColorTrees(2, 0.05)),
-        {"optimizer": ADAM, **SCHEDULE},
-        resumed=(2,),
-        restarted={},
-        twice=True,
-        killed_after=17,
-        **OF_TWO | {"nightly": ("resumed", "restarted", "twice")},
-    ),
     *(
         Row(
             f"K-FAC {name}",
@@ -236,7 +192,7 @@ ROWS = [
             resumed=(4,),
             restarted={},
             killed_after=4,  # of 3 steps an epoch; the last copy that the driver has is of step 4
-            nightly=("restarted",),
+            nightly=("restarted",) if fraction == 1 else ("resumed", "restarted"),
         )
         for name, fraction in (("COMM-OPT", 1.0), ("MEM-OPT", 0.5))
     ),
@@ -274,6 +230,7 @@ ROWS = [
         {"optimizer": MOMENTUM},
         every_rounds=None,
         resumed=(6,),
+        nightly=("resumed",),
     ),
     *(
         Row(
@@ -284,7 +241,7 @@ ROWS = [
             resumed=(8,),
             killed_counts=topology == "ring",
             twice=True,
-            nightly=("killed_counts",),
+            nightly=("killed_counts",) if topology == "ring" else ("resumed", "twice"),
         )
         for topology in ("ring", "random")
     ),

@@ -63,6 +63,7 @@ ROWS = [
         OWN_ASYNCHRONOUS,
         alone=(7,),
         killed=followed(lambda: MeanChange(DATA, 0.8, scale_by_staleness=True)),
+        nightly=("killed",),
     ),
     Row(
         "state of one's own",
@@ -90,12 +91,18 @@ class Overtaking(nn.Module):
 
 
 def rows_with(fact: str) -> Any:
-    night = [pytest.mark.nightly]
-    marked = [
-        pytest.param(row, id=row.name, marks=night if fact in row.nightly else [])
-        for row in ROWS
-        if getattr(row, fact) not in (None, (), False)
-    ]
+    """Rows that have it; where it is several places of a training, all but the first at night."""
+    marked = []
+    for row in ROWS:
+        found = getattr(row, fact)
+        several = isinstance(found, tuple) and len(found) > 1
+        night = [pytest.mark.nightly] if fact in row.nightly else []
+        if found not in (None, (), False):
+            daily = replace(row, **{fact: found[:1]}) if several else row
+            marked.append(pytest.param(daily, id=row.name, marks=night))
+        if several:
+            later = replace(row, **{fact: found[1:]})
+            marked.append(pytest.param(later, id=f"{row.name}, later", marks=pytest.mark.nightly))
     return pytest.mark.parametrize("row", marked)
 
 
