@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import pytest
 from every_row import every
+from hostile import damaged
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sparkdl.averager.messages.headers import (
     MAX_STATES_BYTES,
@@ -150,6 +154,27 @@ def test_what_no_worker_sends_is_refused(
             place[name] = value
             with pytest.raises(TrainingError, match=words):
                 read(changed)
+
+
+SENT: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
+    (lambda said: received(WindowReport, said, 3), MEASURED["window"]),
+    (lambda said: received(ValidationReport, said, 3), asdict(VALIDATION)),
+    (lambda said: received(ShardStatistics, said, 3), shard_header(SHARD)["shard"]),
+    (
+        lambda said: received(DataStatistics, said, None),
+        statistics_header(STATISTICS)["statistics"],
+    ),
+    (lambda said: read_join(said if isinstance(said, dict) else {}), join_header(3, 1, 2, "f1")),
+    (lambda said: read_phases({"phases": said}, rank=3), asdict(TIMES)),
+]
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_whatever_a_worker_says_is_taken_or_refused_in_words(data: st.DataObject) -> None:
+    read, said = data.draw(st.sampled_from(SENT))
+    with suppress(TrainingError):
+        read(data.draw(damaged(said)))
 
 
 @every(

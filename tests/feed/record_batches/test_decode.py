@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -11,6 +12,7 @@ import pytest
 import torch
 from every_row import every
 from feeds import VECTOR, as_vector
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from sparkdl.errors import DataError
 from sparkdl.feed.record_batches.decode import decode, tensors_of
 from sparkdl.feed.statistics.column import ColumnStatistics, places_from, scan
 from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
-from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
 IMAGE = pa.struct(
     [
@@ -33,9 +35,6 @@ IMAGE = pa.struct(
 def tensor_of(values: pa.Array, spec: ColumnSpec) -> Tensor:
     (tensor,) = tensors_of([values], [spec])
     return tensor
-
-
-numbers = st.sampled_from([0.0, 0.0, 1.5, -2.0, 7.25])
 
 
 def test_a_flat_array_takes_a_declared_shape() -> None:
@@ -166,6 +165,67 @@ def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
     assert reason in str(caught.value)
     assert "handleInvalid='skip'" in str(caught.value)
     assert ("columnShapes" in str(caught.value)) is not spec.encoding.chosen
+
+
+NUMBERS = st.none() | st.lists(st.none() | st.floats(width=32), max_size=3)
+SMALL_INTEGERS = st.none() | st.integers(-2, 4)
+SAID: list[tuple[st.SearchStrategy[Any], pa.DataType, list[ColumnSpec]]] = [
+    (
+        NUMBERS,
+        pa.list_(pa.float32()),
+        [
+            ColumnSpec("x", torch.float32, (2,)),
+            ColumnSpec("x", torch.uint8, (UNKNOWN,), padding=Padding(0)),
+        ],
+    ),
+    (
+        st.none() | st.lists(NUMBERS, max_size=3),
+        pa.list_(pa.list_(pa.float32())),
+        [
+            ColumnSpec("x", torch.float32, (1, 2)),
+            ColumnSpec("x", torch.int64, (UNKNOWN, 2), padding=Padding(0)),
+        ],
+    ),
+    (
+        st.none()
+        | st.fixed_dictionaries(
+            {
+                "type": SMALL_INTEGERS,
+                "size": SMALL_INTEGERS,
+                "indices": st.none() | st.lists(SMALL_INTEGERS, max_size=3),
+                "values": NUMBERS,
+            }
+        ),
+        VECTOR,
+        [ColumnSpec("x", torch.float32, (2,), encodings.VECTOR)],
+    ),
+    (
+        st.none() | st.binary(max_size=9),
+        pa.binary(),
+        [
+            ColumnSpec("x", torch.float32, (2,), encodings.BYTES),
+            ColumnSpec("x", torch.uint8, (3, 2, 2), encodings.IMAGE),
+        ],
+    ),
+]
+"""What rows say, whatever their column was declared to be."""
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_whatever_rows_say_they_are_counted_and_become_tensors_or_are_refused(data: Any) -> None:
+    row, kind, specs = data.draw(st.sampled_from(SAID))
+    values, spec = (
+        pa.array(data.draw(st.lists(row, max_size=4)), kind),
+        data.draw(st.sampled_from(specs)),
+    )
+    found = scan(decode(values, spec), spec)
+    try:
+        (tensor,) = tensors_of([values], [spec])
+    except DataError:
+        return
+    assert len(tensor) == len(values)
+    assert found.broken == found.nulls == found.null_elements == 0
 
 
 @every("name", [name for name in BROKEN if "length" not in name])
