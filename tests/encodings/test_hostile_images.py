@@ -264,6 +264,7 @@ for name, octets in hostile.items():
 """
 
 
+@pytest.mark.gate
 @every("spec", SPECS[:2])
 def test_what_is_refused_takes_no_memory_for_the_pixels_that_it_claims(spec: ColumnSpec) -> None:
     ordinary = [encoded(kind) for kind in FORMATS] + [moving("MPO")]

@@ -149,7 +149,7 @@ def test_a_fault_while_reading_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-STORED = 96 << 20
+STORED = 64 << 20
 MEMORY_SCRIPT = """
     import sys, tempfile
     from pathlib import Path

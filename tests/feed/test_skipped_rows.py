@@ -18,7 +18,7 @@ from sparkdl.encodings.any_size import FITS, AnySize
 from sparkdl.errors import DataError
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.record_batches.decode import DECODED_BYTES, small_parts, valid_tensors
+from sparkdl.feed.record_batches.decode import DECODED_BYTES, small_parts
 from sparkdl.feed.record_batches.packed import ORDER_COLUMN
 from sparkdl.feed.statistics.column import ColumnStatistics
 from sparkdl.feed.statistics.shards import (
@@ -162,18 +162,6 @@ def test_the_order_the_weights_and_the_side_of_other_rows_stay_theirs(tmp_path: 
     assert filled(schema, tmp_path, [by_content])[1] == labels
 
 
-def test_what_is_read_again_has_the_same_fingerprint_as_without_the_broken_rows(
-    tmp_path: Path,
-) -> None:
-    schema = FeedSchema((PHOTO,), LABEL)
-    spoiled = {"photo": photos(1, 4), "y": pa.array(range(6))}
-    sound = {"photo": photos().take([0, 2, 3, 5]), "y": pa.array([0, 2, 3, 5])}
-    with_broken, _ = filled(schema, tmp_path, [spoiled])
-    without, _ = filled(schema, tmp_path, [sound])
-    assert with_broken.fingerprint == without.fingerprint
-    assert with_broken.lasting() != without.lasting()  # but not the same table
-
-
 def test_a_table_of_nothing_but_broken_images_is_refused(tmp_path: Path) -> None:
     schema = FeedSchema((PHOTO,), LABEL)
     rows = {"photo": photos(0, 1, 2, 3, 4, 5), "y": pa.array(range(6))}
@@ -194,20 +182,6 @@ def test_labels_are_not_features_and_are_refused_as_ever(tmp_path: Path) -> None
     ) as caught:
         check_statistics(statistics, schema.columns, len(schema.features))
     assert "handleInvalid" not in str(caught.value)
-
-
-def test_the_others_of_a_batch_become_tensors() -> None:
-    (tensor,), valid = valid_tensors([photos(1, 4)], [PHOTO])
-    assert isinstance(tensor, Tensor)
-    assert valid is not None
-    assert valid.tolist() == [True, False, True, True, False, True]
-    expected = [
-        by_pillow(encoded(drawn(20 + i, 30), "PNG"), 3, "crop", (8, 8)) for i in (0, 2, 3, 5)
-    ]
-    assert np.array_equal(tensor.numpy(), np.stack(expected))
-    assert valid_tensors([photos()], [PHOTO])[1] is None
-    (tensor,), valid = valid_tensors([photos(0, 1, rows=2)], [PHOTO])
-    assert tensor.shape == (0, 3, 8, 8)
 
 
 def test_a_record_batch_is_decoded_in_parts_of_little_memory() -> None:

@@ -229,19 +229,6 @@ def test_caches_are_left_to_each_replica() -> None:
     assert caches["seen"] == 3
 
 
-def test_buffers_that_are_one_tensor_may_be_replaced_by_one() -> None:
-    def replace(module: nn.Module) -> None:
-        new = torch.ones(2, 6)
-        module.register_buffer("table", new)
-        module.register_buffer("twin", new)
-
-    replica = replica_of(Changes(replace))
-    replica.step(batch())
-    buffers = replica.segments(with_optimizer=False)[1]
-    assert buffers.tolist() == [1.0] * 12
-    assert replica.module.get_buffer("table") is replica.module.get_buffer("twin")
-
-
 class Remembers(nn.Module):
     """Buffers that take each other's places."""
 
@@ -295,13 +282,6 @@ def test_a_tensor_that_torch_cannot_unpickle_is_refused_by_its_name(dtype: torch
     module.register_buffer("codes", torch.zeros(3).to(dtype))
     with pytest.raises(ModelError, match=f"the buffer 'codes' is of {dtype}, and torch"):
         replica_of(module)
-
-
-@every("dtype", [torch.bfloat16, torch.complex64, torch.int8, torch.bool])
-def test_other_tensors_are_not_refused(dtype: torch.dtype) -> None:
-    module = mlp()
-    module.register_buffer("codes", torch.zeros(3).to(dtype))
-    assert replica_of(module).module.get_buffer("codes").dtype == dtype
 
 
 class GivesOtherMemory(torch.optim.SGD):

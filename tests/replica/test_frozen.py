@@ -84,16 +84,6 @@ def test_every_dtype_has_one_and_where_the_values_lie_makes_no_difference(
     assert fingerprint_of(values.view(-1)[:1]) == fingerprint_of(apart)
 
 
-def test_each_parameter_counts_once_whatever_its_size() -> None:
-    frozen = FrozenParameters(nn.Linear(2, 2))
-    frozen.require_unchanged()
-    assert (frozen.fingerprint, frozen.numel) == ("", 0)
-    assert fingerprint_of(torch.empty(0)) != fingerprint_of(torch.tensor(0.0)) != ""
-    module = Backbone(numbers(12))
-    module.again = module.codes
-    assert FrozenParameters(module).numel == 12
-
-
 def test_a_parameter_in_the_memory_of_one_that_is_trained_is_refused() -> None:
     module = Backbone(numbers(12))
     module.head = nn.Parameter(module.get_parameter("codes").data)
@@ -146,30 +136,6 @@ def test_a_change_is_noticed_if_it_leaves_no_trace_by_a_look_at_all_values(
     for _ in range(2):
         with pytest.raises(TrainingError, match=words):
             check(frozen)
-
-
-@every("change", [write_in_place, unfreeze])
-def test_of_many_parameters_each_is_glanced_at_in_its_turn(
-    change: Callable[[nn.Parameter], None],
-) -> None:
-    module = nn.ParameterList([nn.Parameter(numbers(), requires_grad=False) for _ in range(100)])
-    frozen = FrozenParameters(module)
-    for _ in range(9):
-        frozen.glance()
-    for changed in (0, 31, 32, 99):
-        with torch.no_grad():
-            before = module[changed].clone()
-            change(module[changed])
-        found = []
-        for _ in range(8):
-            try:
-                frozen.glance()
-            except TrainingError as error:
-                found.append(str(error))
-        assert [f"'{changed}'" in each for each in found] == [True, True]
-        module[changed].requires_grad_(False)
-        with torch.no_grad():
-            module[changed].copy_(before)
 
 
 def test_the_same_values_are_allowed_also_in_another_place_or_made_for_inference() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from every_row import every
-from interruptions import die_after, policy, same_bits
+from interruptions import same_bits
 from replicas import (
     OPTIMIZERS,
     batch,
@@ -205,38 +203,6 @@ def test_state_that_grows_after_it_was_counted_which_is_no_step_is_refused_by_na
             replica.segments(with_optimizer=True)
 
 
-@every("name", OPTIMIZERS)
-def test_counting_the_state_leaves_no_trace_in_the_training(name: str) -> None:
-    replica, oracle = (replica_of(batch_norm_net(), OPTIMIZERS[name]) for _ in range(2))
-    replica.count_optimizer_state()
-    for seed in range(3):
-        replica.step(batch(seed))
-        oracle.step(batch(seed))
-    for mine, other in zip(
-        replica.segments(with_optimizer=True), oracle.segments(with_optimizer=True), strict=True
-    ):
-        assert torch.equal(mine, other)
-
-
-class OneStateForAll(torch.optim.SGD):
-    """Keeps a sum over its steps with the first parameter."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        parameters = self.param_groups[0]["params"]
-        state = self.state[parameters[0]]
-        if any(parameter.grad is not None for parameter in parameters):
-            state["steps"] = state.get("steps", torch.zeros(())) + 1
-
-
-def test_state_that_lies_with_one_parameter_takes_no_steps_for_the_others() -> None:
-    replica = replica_of(mlp(6), partial(OneStateForAll, lr=0.1))
-    replica.count_optimizer_state()
-    for steps in (1, 2):
-        replica.step(batch())
-        assert [each.item() for each in replica.segments(with_optimizer=True)[1:]] == [steps]
-
-
 class Lingering(TorchDispatchMode):
     """Counts, at each copy, how many of some tensors have not been freed."""
 
@@ -297,26 +263,6 @@ def test_a_replica_on_another_device_has_the_layout_that_the_driver_has(name: st
     assert worker.layout(with_optimizer=True) == driver.layout(with_optimizer=True)
 
 
-def test_counters_are_where_they_are_exchanged_and_come_back_with_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keep_counters_elsewhere(monkeypatch)
-    replica = replica_of(Scaled().double(), optimizer("Adam"))
-    for seed in range(3):
-        replica.step(batch(seed))
-    segments = replica.segments(with_optimizer=True)
-    counters = [state["step"] for state in replica.optimizer.state.values()]
-    (shown,) = [flat for flat in segments[1:] if flat.dtype == torch.float32]
-    assert shown.tolist() == [3.0] * 3
-    shown.copy_(torch.tensor([5.0, 6.0, 7.0]))
-    replica.step(batch(4))
-    counted = [float(state["step"]) for state in replica.optimizer.state.values()]
-    assert sorted(counted) == [6.0, 7.0, 8.0]
-    assert sorted(map(float, counters)) == counted  # the same tensors
-    replica.segments(with_optimizer=True)
-    assert sorted(shown.tolist()) == [6.0, 7.0, 8.0]
-
-
 def job_of(strategy: Strategy[Any], name: str) -> Job:
     return make_job(
         Scaled(),
@@ -344,18 +290,6 @@ def test_it_changes_no_bit_of_what_is_learned(
     assert same_bits(run_world(job, DATA.shards()), expected)
 
 
-@every("windows", [2, 7])
-def test_nor_of_what_is_learned_after_an_interruption(
-    tmp_path: Path, windows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = job_of(ParameterAveraging(2), "Adam")
-    expected = run_world(job, DATA.shards())
-    keep_counters_elsewhere(monkeypatch)
-    assert die_after(job, DATA, tmp_path / "c", windows, every_rounds=1)
-    resumed = run_world(job, DATA.shards(), checkpoints=policy(tmp_path / "c", every_rounds=1))
-    assert same_bits(resumed, expected)
-
-
 def test_a_parameter_that_gets_its_first_gradient_late_takes_over_the_counter_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -375,20 +309,3 @@ def test_a_group_of_parameters_may_be_empty() -> None:
     replicas = replica_of(Scaled(), grouped), replica_of(Scaled(), optimizer("Adam"))
     layouts = [replica.layout(with_optimizer=True) for replica in replicas]
     assert layouts[0] == layouts[1]
-
-
-class Replacing(torch.optim.Adam):
-    """Makes a new counter in each step, in place of writing to the one it has."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for state in self.state.values():
-            state["step"] = state["step"].clone()
-
-
-def test_counters_that_are_replaced_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    adam = job_of(ParameterAveraging(2), "Adam")
-    expected = run_world(adam, DATA.shards())
-    job = replace(adam, optimizer=partial(Replacing, lr=0.01))
-    keep_counters_elsewhere(monkeypatch)
-    assert same_bits(run_world(job, DATA.shards()), expected)

@@ -107,15 +107,9 @@ ONE_WORKER: list[Any] = [
 @every(
     ("strategy", "scheduler", "unit", "momentum", "epochs"),
     [
-        *(
-            (strategy, *schedule)
-            for strategy in ONE_WORKER
-            for schedule in (
-                (SCHEDULERS["warmup"], "step", 0.9, 3),
-                (SCHEDULERS["warmup"], "epoch", 0.9, 3),
-                (PLATEAU, "epoch", 0.9, 10),
-            )
-        ),
+        *((strategy, SCHEDULERS["warmup"], "step", 0.9, 3) for strategy in ONE_WORKER),
+        (ParameterAveraging(1), SCHEDULERS["warmup"], "epoch", 0.9, 3),
+        *((strategy, PLATEAU, "epoch", 0.9, 10) for strategy in ONE_WORKER[:2]),
         *((ParameterAveraging(3), cycle, "step", 0.0, 2) for cycle in CYCLES.values()),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pyarrow as pa
 import pytest
 import torch
@@ -26,7 +28,6 @@ from virtual_time import VirtualClock
 from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager, ServiceAddress
-from sparkdl.averager.messages.run_events import Position
 from sparkdl.errors import (
     DataError,
     DisconnectedError,
@@ -41,6 +42,7 @@ from sparkdl.strategies.base import Run
 from sparkdl.testing import run_world
 from sparkdl.worker import Placement, report_failure, train
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 
@@ -224,64 +226,25 @@ def test_a_worker_that_could_not_start_says_why() -> None:
     assert (caught.value.rank, caught.value.epoch, caught.value.step) == (1, 0, 0)
 
 
-class NoAverager:
-    """Lets one worker train alone in the test's own thread; threads share torch's generator."""
+class Drawing(nn.Module):
+    """Keeps what its rank begins with, and a mask that it draws, in a file of its process."""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.net, self.folder = nn.Linear(6, 3).double(), str(folder)
 
-    def __enter__(self) -> NoAverager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def heartbeat(self) -> None:
-        pass
-
-    resumes = False
-    epoch_ended = asks_leave = False
-    mean_weight = 1.0
-    loss_use = ""
-    shard_rows = (1,)
-    gather = None
-    closed_epoch = 1
-
-    def start(self, *_: object) -> Position:
-        return Position()
-
-    def exchange(self, *_: object) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
+    def forward(self, features: Tensor) -> Tensor:
+        drawn = {"weight": self.net.weight, "mask": nn.functional.dropout(torch.ones(64))}
+        torch.save(drawn, Path(self.folder, str(os.getpid())))
+        return self.net(features)
 
 
-def test_replicas_start_equal_and_draw_different_dropout_masks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("sparkdl.worker.entry.AveragerClient", NoAverager)
-    starts: list[Tensor] = []
-    masks: list[Tensor] = []
-
-    class Recorder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(6, 3, dtype=torch.float64)
-            starts.append(self.net.weight.detach().clone())
-
-        def forward(self, features: Tensor) -> Tensor:
-            masks.append(nn.functional.dropout(torch.ones(64)))
-            return self.net(features)
-
-    for rank in (0, 1, 0):
-        placement = Placement(rank=rank, directory=tmp_path)
-        shard = classification([4]).shards()[0]
-        train(make_job(Recorder), placement, ServiceAddress("nowhere", 1, ""), shard)
-
-    assert torch.equal(starts[0], starts[1])
-    assert torch.equal(masks[0], masks[2])
-    assert not torch.equal(masks[0], masks[1])
+def test_replicas_start_equal_and_draw_different_dropout_masks(tmp_path: Path) -> None:
+    run_world(make_job(Drawing(tmp_path)), classification([4, 4]).shards(), ranks_as="processes")
+    (tmp_path / str(os.getpid())).unlink(missing_ok=True)  # the driver tries a step
+    first, second = (torch.load(path) for path in tmp_path.iterdir())
+    assert torch.equal(first["weight"], second["weight"])
+    assert not torch.equal(first["mask"], second["mask"])
 
 
 def test_a_worker_stopped_by_the_averager_returns_without_raising() -> None:

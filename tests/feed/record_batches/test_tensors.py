@@ -32,13 +32,6 @@ def test_a_column_without_rows_keeps_its_shape_and_dtype() -> None:
     assert (wide.shape, wide.dtype) == ((0, 4), torch.float64)
 
 
-def test_arrays_without_elements_are_rows_without_elements() -> None:
-    tensor = to_tensor(
-        pa.array([[], []], pa.list_(pa.float32())), ColumnSpec("x", torch.float32, (0,))
-    )
-    assert tensor.shape == (2, 0)
-
-
 def test_large_integers_are_exact_as_int64() -> None:
     values = [2**53 + 1, -(2**62) - 1]
     assert to_tensor(pa.array(values), ColumnSpec("x", torch.int64)).tolist() == values

@@ -43,7 +43,7 @@ def tables(draw: st.DrawFn) -> list[torch.Tensor]:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(columns=tables(), data=st.data())
 def test_the_order_of_rows_and_the_calls_they_come_in_make_no_difference(
     columns: list[torch.Tensor], data: Any
@@ -56,7 +56,7 @@ def test_the_order_of_rows_and_the_calls_they_come_in_make_no_difference(
     assert found % 2**64 == of(*columns)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(columns=tables(), data=st.data())
 def test_another_value_in_one_row_makes_a_difference(
     columns: list[torch.Tensor], data: Any

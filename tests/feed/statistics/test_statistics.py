@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -34,136 +32,53 @@ def numbers(statistics: ColumnStatistics) -> tuple[Any, ...]:
     return tuple("NaN" if isinstance(f, float) and math.isnan(f) else f for f in fields)
 
 
-def extremes(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """The smallest and the largest by numpy, whose NaN wins."""
-    if not values:
-        return None, None
-    return np.min(values).item(), np.max(values).item()
+COUNTS = ("nulls", "null_elements", "fractions", "not_finite", "out_of_range")
+REALS, WHOLES = pa.float64(), pa.int64()
 
 
-def first(places: dict[str, Any], name: str, rows: Sequence[bool]) -> int:
-    """Count what is true and note the first place, in partition 0."""
-    if any(rows):
-        places[name] = (0, rows.index(True))
-    return sum(rows)
-
-
-def first_of(places: dict[str, Any], rows: Sequence[Any], **extremes: Any) -> None:
-    """Note the first row that has each extreme."""
-    for name, value in extremes.items():
-        if value is not None:
-            places[name] = (0, [str(row) for row in rows].index(str(value)))
-
-
-def statistics_of_numbers(rows: Sequence[float | None], *, whole_wanted: bool) -> ColumnStatistics:
-    """The oracle for a column of numbers."""
-    present = [row for row in rows if row is not None]
-    places: dict[str, Any] = {}
-    wanting = [
-        isinstance(row, float) and not math.isinf(row) and not row.is_integer() for row in rows
-    ]
-    too_large = [
-        row is not None and math.isfinite(row) and not -(2**63) <= row < 2**63 for row in rows
-    ]
-    smallest, largest = extremes(present)
-    zeros = [None if row is None else row + 0.0 if row == 0 else row for row in rows]
-    first_of(
-        places,
-        zeros if present and isinstance(present[0], float) else rows,
-        smallest=None if smallest is None else smallest + 0 if smallest == 0 else smallest,
-        largest=None if largest is None else largest + 0 if largest == 0 else largest,
-    )
-    return ColumnStatistics(
-        nulls=first(places, "nulls", [row is None for row in rows]),
-        fractions=first(places, "fractions", wanting) if whole_wanted else 0,
-        not_finite=first(
-            places, "not_finite", [row is not None and not math.isfinite(row) for row in rows]
+@every(
+    ("kind", "value", "spec", "found"),
+    [
+        *((kind, None, WHOLE, {"nulls": 1}) for kind in (REALS, WHOLES, pa.bool_())),
+        (REALS, 3.0, WHOLE, {"smallest": 3.0, "largest": 3.0}),
+        (REALS, -0.5, REAL, {"smallest": -0.5, "largest": -0.5}),
+        (REALS, -0.5, WHOLE, {"smallest": -0.5, "largest": -0.5, "fractions": 1}),
+        *(
+            (REALS, number, REAL, {"smallest": number, "largest": number, "not_finite": 1})
+            for number in (math.nan, math.inf, -math.inf)
         ),
-        out_of_range=first(places, "out_of_range", too_large) if whole_wanted else 0,
-        smallest=smallest,
-        largest=largest,
-        places=places,
-    )
-
-
-def statistics_of_arrays(
-    rows: Sequence[Sequence[Any] | None], *, look_inside: bool
-) -> ColumnStatistics:
-    """The oracle for a column of arrays."""
-    present = [row for row in rows if row is not None]
-    lengths = [len(row) for row in present]
-    elements = [e for row in present for e in row if e is not None]
-    smallest, largest = extremes(elements) if look_inside else (None, None)
-    shortest, longest = min(lengths, default=None), max(lengths, default=None)
-    places: dict[str, Any] = {}
-    first_of(
-        places,
-        [None if row is None else len(row) for row in rows],
-        shortest=shortest,
-        longest=longest,
-    )
-    for name, value in (("smallest", smallest), ("largest", largest)):
-        if value is not None:
-            first(places, name, [row is not None and value in row for row in rows])
-    infinite = [
-        row is not None and any(e is not None and not math.isfinite(e) for e in row) for row in rows
-    ]
-    return ColumnStatistics(
-        nulls=first(places, "nulls", [row is None for row in rows]),
-        null_elements=first(
-            places, "null_elements", [row is not None and None in row for row in rows]
+        (REALS, math.inf, WHOLE, {"smallest": math.inf, "largest": math.inf, "not_finite": 1}),
+        (REALS, 2.0**63, WHOLE, {"smallest": 2.0**63, "largest": 2.0**63, "out_of_range": 1}),
+        *((WHOLES, each, WHOLE, {"smallest": each, "largest": each}) for each in (-(2**63), 7)),
+        *((pa.bool_(), each, WHOLE, {"smallest": each, "largest": each}) for each in (0, 1)),
+        (pa.list_(WHOLES), None, ARRAY, {"nulls": 1}),
+        (pa.list_(WHOLES), [], ARRAY, {"shortest": 0, "longest": 0}),
+        (
+            pa.list_(WHOLES),
+            [5, None, 2**53 + 1],
+            ARRAY,
+            {
+                **{"null_elements": 1, "shortest": 3, "longest": 3},
+                **{"smallest": 5, "largest": 2**53 + 1},
+            },
         ),
-        not_finite=0 if look_inside else first(places, "not_finite", infinite),
-        shortest=shortest,
-        longest=longest,
-        smallest=smallest,
-        largest=largest,
-        places=places,
-    )
-
-
-@pytest.mark.parametrize("spec", [WHOLE, REAL], ids=["whole", "real"])
-@settings(deadline=None)
-@given(rows=st.lists(st.none() | floats, max_size=12))
-def test_a_column_of_fractions_is_counted_as_plain_python_counts(
-    spec: ColumnSpec, rows: list[float | None]
+        # Those of fractions are looked into by what they become.
+        (pa.list_(pa.float32()), [1.5, 2.0], ARRAY, {"shortest": 2, "longest": 2}),
+        (
+            pa.list_(pa.float32()),
+            [math.nan, None],
+            ARRAY,
+            {"shortest": 2, "longest": 2, "not_finite": 1, "null_elements": 1},
+        ),
+    ],
+)
+def test_a_row_is_counted_as_what_it_is(
+    kind: pa.DataType, value: Any, spec: ColumnSpec, found: dict[str, Any]
 ) -> None:
-    found = scan(pa.array(rows, pa.float64()), spec)
-    assert numbers(found) == numbers(statistics_of_numbers(rows, whole_wanted=spec is WHOLE))
-
-
-@pytest.mark.parametrize("spec", [WHOLE, REAL], ids=["whole", "real"])
-@settings(deadline=None)
-@given(rows=st.lists(st.none() | integers, max_size=12))
-def test_a_column_of_integers_is_counted_exactly(spec: ColumnSpec, rows: list[int | None]) -> None:
-    found = scan(pa.array(rows, pa.int64()), spec)
-    assert numbers(found) == numbers(statistics_of_numbers(rows, whole_wanted=True))
-
-
-@settings(deadline=None)
-@given(rows=st.lists(st.none() | st.booleans(), max_size=12))
-def test_booleans_are_zero_and_one(rows: list[bool | None]) -> None:
-    as_numbers = [None if row is None else int(row) for row in rows]
-    found = scan(pa.array(rows, pa.bool_()), WHOLE)
-    assert found == statistics_of_numbers(as_numbers, whole_wanted=True)
-
-
-@settings(deadline=None)
-@given(rows=st.lists(st.none() | st.lists(st.none() | integers, max_size=4), max_size=10))
-def test_arrays_of_integers_are_counted_and_looked_into(
-    rows: list[list[int | None] | None],
-) -> None:
-    found = scan(pa.array(rows, pa.list_(pa.int64())), ARRAY)
-    assert numbers(found) == numbers(statistics_of_arrays(rows, look_inside=True))
-
-
-@settings(deadline=None)
-@given(rows=st.lists(st.none() | st.lists(st.none() | floats, max_size=4), max_size=10))
-def test_arrays_of_fractions_are_counted_and_not_looked_into(
-    rows: list[list[float | None] | None],
-) -> None:
-    found = scan(pa.array(rows, pa.list_(pa.float32())), ARRAY)
-    assert numbers(found) == numbers(statistics_of_arrays(rows, look_inside=False))
+    values = pa.array([None if value is None else value], REALS if kind == pa.bool_() else kind)
+    places = {name: (2, 7) for name, each in found.items() if each or name not in COUNTS}
+    told = scan(values.cast(kind), spec, places_from(2, 7, 20))
+    assert numbers(told) == numbers(ColumnStatistics(**found, places=places))
 
 
 def test_elements_behind_a_null_array_do_not_count() -> None:
@@ -179,16 +94,19 @@ def test_elements_behind_a_null_array_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pa.float64(), pa.int64(), pa.bool_(), pa.list_(pa.int64())], ids=str
+    "kind",
+    [REALS, WHOLES, pa.bool_(), pa.list_(WHOLES), pa.list_(pa.float32())],
+    ids=str,
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
     kind: pa.DataType, data: st.DataObject
 ) -> None:
     spec = ARRAY if pa.types.is_list(kind) else WHOLE
-    of_kind = {pa.float64(): floats, pa.int64(): integers, pa.bool_(): st.booleans()}
-    value = of_kind.get(kind, st.lists(st.none() | integers, max_size=3))
+    of_kind = {REALS: floats, WHOLES: integers, pa.bool_(): st.booleans()}
+    element = integers if kind == pa.list_(WHOLES) else floats
+    value = of_kind.get(kind, st.lists(st.none() | element, max_size=3))
     rows = data.draw(st.lists(st.none() | value, max_size=12))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
     values = pa.array(rows, kind)
@@ -199,8 +117,10 @@ def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
     ]
     found = [scan(piece, spec, places_from(3, start, 20)) for piece, start in pieces]
 
-    together = sum(found, ColumnStatistics())
-    assert numbers(together) == numbers(scan(values, spec, places_from(3, 0, 20)))
+    whole = numbers(scan(values, spec, places_from(3, 0, 20)))
+    assert numbers(sum(found, ColumnStatistics())) == whole
+    alone = [scan(values[k : k + 1], spec, places_from(3, k, 20)) for k in range(len(rows))]
+    assert numbers(sum(alone, ColumnStatistics())) == whole
 
 
 def check(*columns: ColumnStatistics, shard_rows: tuple[int, ...] = (3, 4)) -> None:
@@ -255,11 +175,6 @@ def test_what_cannot_be_trained_on_is_refused_with_its_number_and_a_remedy(
 def test_workers_that_tell_of_other_columns_are_refused_with_both_numbers(told: int) -> None:
     with pytest.raises(TrainingError, match=f"reported {told} columns, but the training has 2"):
         check_statistics(DataStatistics((9,), (GOOD,) * told), [WHOLE, REAL])
-
-
-def test_sound_data_pass_also_where_a_worker_has_no_rows() -> None:
-    check(GOOD, ColumnStatistics(shortest=3, longest=3))
-    check(GOOD, GOOD, shard_rows=(0, 2))
 
 
 def test_what_lasts_of_the_statistics_does_not_depend_on_the_order_of_the_rows() -> None:
