@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,6 @@ from virtual_time import VirtualClock, coordinator_of
 from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
-from sparkdl.averager.client import client
 from sparkdl.errors import DeadlineError
 from sparkdl.transport.connection import Connection
 from sparkdl.worker import Job
@@ -133,47 +131,6 @@ def test_a_rank_that_goes_silent_is_named_at_the_deadline(
     require_named_in_time(named, job, shards, [0, 1, 2], clock, others_wait, blocked.release)
 
 
-@pytest.mark.nightly
-def test_a_rank_that_goes_silent_is_named_when_the_deadline_has_really_passed(
-    blocked: Blocked,
-) -> None:
-    job = make_job(Acts(), deadline_s=20.0)
-    start = ranks(job, marked([8, 8], 14).shards(), {0: 0, 1: 1})
-
-    @contextmanager
-    def launch(averager: Averager) -> Iterator[None]:
-        with start(averager):
-            try:
-                yield
-            finally:
-                blocked.release()
-
-    began = time.monotonic()
-    with pytest.raises(DeadlineError, match="rank 1"):
-        run(job, 2, launch)
-    assert time.monotonic() - began >= 20.0
-
-
-def test_start_up_and_the_first_window_have_the_deadline_each(
-    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers that come late and then train for long are heard of in between: they join."""
-    job = make_job(Acts(), deadline_s=DEADLINE_S)
-    start = ranks(job, marked([4, 4], 0, 4).shards(), {0: 0, 1: 1})
-
-    def launch(averager: Averager) -> Any:
-        both_train = threading.Barrier(
-            2, lambda: clock.run(averager, 0.9 * DEADLINE_S), timeout=WAIT_S
-        )
-        monkeypatch.setattr(Acts, "deed", both_train.wait, raising=False)
-        clock.run(averager, 0.9 * DEADLINE_S)
-        return start(averager)
-
-    outcome = run(job, 2, launch, now=clock)
-    assert clock.passed == 2 * 0.9 * DEADLINE_S
-    assert outcome.history[0].examples == 8
-
-
 def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others(clock: VirtualClock) -> None:
     """Progress is being made all the time, so no deadline is missed."""
     averagers: list[Averager] = []
@@ -189,27 +146,6 @@ def test_a_worker_without_rows_waits_for_a_long_epoch_of_the_others(clock: Virtu
     outcome = run(job, 2, ranks(job, shards, {0: 0, 1: 1}, averagers), now=clock)
     assert clock.passed == 2.5 * DEADLINE_S
     assert outcome.history[0].examples == 40
-
-
-def test_a_worker_that_reads_slowly_is_not_overdue_while_rows_arrive(
-    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its 10 record batches take more than twice the deadline."""
-    monkeypatch.setattr(client, "HEARTBEAT_S", 0.0)
-    averagers: list[Averager] = []
-
-    def slowly(shard: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        assert eventually(lambda: 0 in coordinator_of(averagers[0]).shards)
-        for batch in shard:
-            clock.run(averagers[0], DEADLINE_S / 4)
-            yield batch
-
-    quick, slow = classification([4, 20]).shards(rows_a_batch=2)
-    job = make_job(mlp(), deadline_s=DEADLINE_S)
-    launch = ranks(job, [quick, slowly(slow)], {0: 0, 1: 1}, averagers)
-    outcome = run(job, 2, launch, now=clock)
-    assert clock.passed == 2.5 * DEADLINE_S
-    assert outcome.history[0].examples == 24
 
 
 @pytest.mark.parametrize("rows_before", [0, 2])

@@ -215,28 +215,3 @@ def test_the_package_of_an_extra_is_imported_by_the_room_that_has_it_only() -> N
         assert {layer_of(path) for path in MODULES if root in roots_imported_by(path)} == layers
         for extra in extras:
             assert f"{distribution}>=" in setup["options.extras_require"][extra], extra
-
-
-def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
-    """Guards the tests above against a reader that sees nothing."""
-    lines = [
-        "import sparkdl.worker",
-        "from sparkdl import driver",
-        "from sparkdl.feed.columns.schema import FeedSchema",
-        "from sparkdl.spark import inference",
-        "from sparkdl.spark.rows.columns import input_column",
-        "def f():",
-        "    from pyspark.sql import functions",
-    ]
-    path = ROOT / "spark" / "imaginary.py"
-    source = tmp_path / "imaginary.py"
-    source.write_text("\n".join(lines))
-
-    class Elsewhere(type(path)):  # type: ignore[misc]
-        def read_text(self, *_: object, **__: object) -> str:
-            return source.read_text()
-
-    names = imports_of(Elsewhere(path))
-    assert names >= {"sparkdl.worker", "sparkdl.driver", "pyspark.sql.functions"}
-    assert sparkdl_layers_of(Elsewhere(path)) == {"worker", "driver", "feed", "spark"}
-    assert rooms_imported_by(Elsewhere(path)) == {"inference", "rows"}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,8 +17,6 @@ import torch
 from by_keyword import run
 from every_row import every
 from misbehaving import (
-    Misbehaves,
-    processes_in,
     run_with_breaks,
     seen_through,
 )
@@ -32,11 +27,10 @@ from virtual_time import VirtualClock, coordinator_of
 from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
-from sparkdl.averager.coordination.membership import STRAGGLER_S
 from sparkdl.errors import DeadlineError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.testing.world import _processes, _threads
+from sparkdl.testing.world import _threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -45,16 +39,7 @@ pytestmark = pytest.mark.usefixtures("nobody_stays")
 SIZES = [40, 33, 21]
 
 
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def state_of(pid: int) -> str:
-    """The state of a process on Linux: T if it has been stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-@pytest.mark.nightly_variants(daily=2)
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize(
     ("optimizer", "wire_dtype", "within"),
     [(torch.optim.SGD, "bfloat16", 5e-4), (torch.optim.NAdam, "float32", 1e-6)],
@@ -92,7 +77,7 @@ def test_connections_reset_at_any_byte_cost_no_row(
 
 @every(
     ("limits", "max_failures"),
-    [*(([limit], 1) for limit in (10, 60, 110, 150)), *(([limit] * 3, 0) for limit in (10, 60))],
+    [*(([limit], 1) for limit in (10, 110)), ([60] * 3, 0)],
 )
 def test_a_connection_that_breaks_while_the_ends_prove_themselves_is_tried_again(
     tmp_path: Path, limits: list[int], max_failures: int
@@ -104,7 +89,7 @@ def test_a_connection_that_breaks_while_the_ends_prove_themselves_is_tried_again
     assert [row.examples for row in outcome.history] == [sum(SIZES)]
 
 
-@every("limit", range(1500, 5000, 700))
+@every("limit", range(1500, 5000, 1400))
 def test_steps_before_the_first_commit_are_forgotten_with_their_optimizers_state(
     tmp_path: Path, limit: int
 ) -> None:
@@ -116,49 +101,6 @@ def test_steps_before_the_first_commit_are_forgotten_with_their_optimizers_state
         outcome, proxy = run_with_breaks(job, shards, tmp_path, [limit] * len(SIZES))
     assert proxy.breaks == 3
     assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
-
-
-@pytest.mark.nightly
-def test_a_stopped_process_is_dropped_and_comes_back(tmp_path: Path) -> None:
-    job = make_job(Misbehaves(tmp_path, stop, after=5), epochs=3, max_failures=2)
-    shards = classification(SIZES).shards()
-    averagers: list[Averager] = []
-    start = _processes(job, shards, tmp_path)
-    clock = VirtualClock()
-
-    def be_late(averager: Averager) -> None:
-        """Let time pass while the process has stopped, and let it go on afterwards."""
-        coordinator = coordinator_of(averager)
-        pids: set[int] = set()
-
-        def stopped() -> bool:
-            pids.update(processes_in(tmp_path))
-            return bool(pids) and all(state_of(pid) == "T" for pid in pids)
-
-        assert eventually(stopped)
-        try:
-            assert eventually(lambda: set(coordinator.round.waiting) == {0, 2})
-            coordinator.members._longest_window = 1.0  # nobody is late before one has been seen
-            clock.run(averager, STRAGGLER_S + 1)
-            assert eventually(lambda: bool(averager.losses))
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
-
-    @contextmanager
-    def launch(averager: Averager) -> Iterator[None]:
-        averagers.append(averager)
-        with start(averager), ThreadPoolExecutor(1) as pool:
-            late = pool.submit(be_late, averager)
-            yield
-            late.result(WAIT_S)
-
-    outcome = run(job, 3, launch, now=clock)
-    assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
-    assert len(averagers[0].losses) == 1
-    assert "rank 1" in averagers[0].losses[0]
-    assert "did not contribute to round" in averagers[0].losses[0]
-    assert len(processes_in(tmp_path)) == 1
 
 
 def test_a_worker_that_never_comes_back_is_named_with_why_it_was_lost(tmp_path: Path) -> None:

@@ -80,16 +80,6 @@ def test_what_makes_items_is_counted_and_what_uses_them_is_not(hand: Hand) -> No
     assert clock.take().seconds == (0, 2, 20, 0, 0, 0)
 
 
-def test_seconds_are_moved_only_as_far_as_there_are_any(hand: Hand) -> None:
-    clock = PhaseClock()
-    with clock.phase(COMPUTE):
-        hand.now += 3
-    clock.move(COMPUTE, EXCHANGE, 1)
-    clock.move(COMPUTE, EXCHANGE, 5)
-    clock.move(COMPUTE, EXCHANGE, -1)
-    assert clock.take().seconds == (0, 0, 0, 0, 3, 0)
-
-
 @given(
     ahead=st.floats(-1e6, 1e6),
     trips=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=8),

@@ -164,20 +164,12 @@ OTHERS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"scheduler": partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.9)},
         ["scheduler: was none, is now LambdaLR.*"],
     ),
-    "another scheduler": (
-        {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
-        ["scheduler: was none, is now StepLR epoch .*'step_size': 2.*"],
-    ),
     "strategy": (
         {"strategy": ParameterAveraging(period=3)},
         ["strategy: was .*period=1.*now .*period=3.*"],
     ),
     "batch size": ({"batch_size": 2}, ["batch size: was 4, is now 2"]),
     "seed": ({"seed": 12}, ["seed: was 11, is now 12"]),
-    "several": (
-        {"seed": 12, "clip_norm": 0.5},
-        ["clip norm: was none, is now 0.5", "seed: was 11, is now 12"],
-    ),
 }
 
 

@@ -232,8 +232,9 @@ def test_a_checkpoint_that_was_begun_in_a_training_is_not_published_after_its_en
     assert store.newest() is None
 
 
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize(
-    "octets", [b"", b"{", b"[" * 100_000, b"[]", b'{"id": {}}', b"x" * (lease.MAX_BYTES + 1)]
+    "octets", [b'{"id": {}}', b"[" * 100_000, b"", b"{", b"[]", b"x" * (lease.MAX_BYTES + 1)]
 )
 @pytest.mark.usefixtures("expiring")
 def test_a_lease_that_says_anything_at_all_blocks_nobody_for_ever(
@@ -274,13 +275,6 @@ def test_a_lease_on_files_that_end_with_the_run_leaves_the_runs_own_error(
 
     with pytest.raises(ValueError, match="the user's own"):
         fails()
-
-
-@pytest.mark.usefixtures("quick")
-def test_no_thread_is_left_behind(tmp_path: Path) -> None:
-    with store_at(tmp_path).held():
-        assert any(thread.name == "sparkdl-lease" for thread in threading.enumerate())
-    assert not any(thread.name == "sparkdl-lease" for thread in threading.enumerate())
 
 
 def test_a_directory_that_cannot_be_written_to_is_refused_in_words(

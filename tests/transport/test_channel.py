@@ -17,7 +17,6 @@ from sparkdl.averager.messages.headers import failure_header, raise_reported_fai
 from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 from sparkdl.transport import channel as channel_module
 from sparkdl.transport.channel import (
-    FRAMES_AT_ONCE,
     HEADER,
     PAUSE,
     UNREAD_BYTES,
@@ -355,23 +354,11 @@ class TestSending:
         ends = itertools.accumulate(len(b"".join(frames)) for frames in messages)
         assert told == list(enumerate(ends))
 
-    def test_it_says_whether_values_were_taken(self) -> None:
-        channel, _ = channel_over(takes=[None, 3])
-        channel.send([memoryview(b"prefix"), memoryview(b"values")])
-        assert [channel.flush(), channel.flush(), channel.flush()] == [False, True, True]
-        assert not channel.sends
-
     def test_a_header_on_its_way_is_no_sign_that_the_other_end_takes_it(self) -> None:
         channel, wire = channel_over()
         channel.send_header({"waiting": True})
         assert not channel.flush()
         assert wire.sent
-
-    def test_many_small_frames_are_offered_together_but_not_all_at_once(self) -> None:
-        channel, wire = channel_over()
-        channel.send([memoryview(b"x")] * (2 * FRAMES_AT_ONCE + 1))
-        channel.flush()
-        assert wire.offers == [FRAMES_AT_ONCE, FRAMES_AT_ONCE, 1]
 
 
 ASKED = 40 * UNREAD_HEADERS

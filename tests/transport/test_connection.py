@@ -26,7 +26,7 @@ from virtual_time import VirtualClock
 
 from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
 from sparkdl.transport import connecting, connection
-from sparkdl.transport.connecting import RETRY_S, ServiceAddress, reach
+from sparkdl.transport.connecting import introduced, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
 from sparkdl.transport.sockets import Certificate, Encrypted, connect
@@ -104,14 +104,6 @@ def test_what_will_not_pass_is_an_error_at_once(
             assert attempts.made == 1
 
 
-def test_patience_ends(clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = Attempts(monkeypatch, 10_000, AWAY)
-    with pytest.raises(DisconnectedError, match="No route to host"):
-        reach(attempts, patience_s=60.0)
-    assert clock.passed == 60.0
-    assert attempts.made == 60 / RETRY_S + 1
-
-
 SILENCE_S = 10.0
 
 Ends = tuple[Any, Any]
@@ -167,7 +159,7 @@ def both(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def test_values_survive_the_wire_bit_for_bit(connected: Connect, subtests: pytest.Subtests) -> None:
-    for dtype, numel in itertools.product(DTYPES, [0, 1, 37, 4_095, 4_096, 1_000_003]):
+    for dtype, numel in itertools.product(DTYPES, [0, 37, 4_096, 300_001]):
         with subtests.test(numel=numel, dtype=dtype):
             values = torch.randn(numel + 2).mul(100).to(dtype)
             values[[0, -1]] = 0  # neither sent nor received
@@ -185,7 +177,7 @@ def received_of(right: Connection, values: torch.Tensor) -> tuple[Any, Any]:
 def test_a_header_sent_along_with_values_arrives_before_them(
     connected: Connect, subtests: pytest.Subtests
 ) -> None:
-    for numel, said in itertools.product([0, 37, 1_000_003], [1, 20_000, 3_000_000]):
+    for numel, said in itertools.product([0, 37, 300_003], [1, 3_000_000]):
         with subtests.test(said=said, numel=numel):
             values, received, header = torch.randn(numel), torch.zeros(numel), {"said": "x" * said}
 
@@ -194,15 +186,6 @@ def test_a_header_sent_along_with_values_arrives_before_them(
                 _, came = both(partial(left.send_values, values, header), receive)
             assert came[0] == header
             assert torch.equal(received, values)
-
-
-def test_a_header_and_short_values_wake_the_other_end_once(subtests: pytest.Subtests) -> None:
-    for said in [1, 9_000]:
-        with subtests.test(said=said):
-            left, right = local()
-            with left, right:
-                Connection(left, SILENCE_S).send_values(torch.ones(4_000), {"said": "x" * said})
-                assert len(right.recv(1 << 20, socket.MSG_DONTWAIT)) > 16_000 + said
 
 
 def test_both_ends_may_send_and_receive_at_the_same_time(connected: Connect) -> None:
@@ -226,7 +209,7 @@ def test_silence_ends_at_the_deadline(connected: Connect) -> None:
 
 def test_an_end_that_takes_nothing_is_noticed_at_the_deadline(connected: Connect) -> None:
     with connected(silence_s=0.2) as (left, _), pytest.raises(DeadlineError):
-        left.send_values(torch.zeros(50_000_000))
+        left.send_values(torch.zeros(5_000_000))
 
 
 def test_an_interrupt_wakes_who_waits(connected: Connect) -> None:
@@ -423,13 +406,6 @@ def test_what_no_end_of_ours_sends_is_refused(
         left.sendall(sent)
         with pytest.raises(TrainingError, match=words):
             receive(Connection(right, SILENCE_S))
-
-
-def test_a_header_where_values_were_due_is_shown(connected: Connect) -> None:
-    with connected() as (left, right):
-        left.send_header({"failure": "x"})
-        with pytest.raises(TrainingError, match=r"received \{'failure': 'x'\} from the other end"):
-            right.receive_values(torch.zeros(3))
 
 
 def test_headers_that_are_not_taken_are_skipped() -> None:

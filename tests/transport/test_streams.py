@@ -170,13 +170,6 @@ def test_many_buffers_arrive_as_one(pair: Pair) -> None:
     assert pair.take(len(expected)) == expected
 
 
-def test_the_end_is_seen_as_nothing_received(pair: Pair) -> None:
-    pair.there.sendall(b"last")
-    pair.there.shutdown(socket.SHUT_WR)
-    assert pair.receive_all(4) == b"last"
-    assert pair.receive(bytearray(10)) == 0
-
-
 def test_whoever_ends_sending_is_still_sent_to(pair: Pair) -> None:
     assert pair.send(memoryview(b"stopped")) == 7
     pair.here.shutdown(socket.SHUT_WR)

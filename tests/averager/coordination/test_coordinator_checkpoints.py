@@ -69,22 +69,6 @@ def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> N
     assert kinds[-4:] == ["commit", "report", "begin_checkpoint", "reply"]
 
 
-def test_who_waits_for_the_epochs_end_is_asked_at_once() -> None:
-    run = started(3, checkpoints=Every(2))
-    run.contribute(0)
-    run.contribute(1, last=True)
-    run.contribute(2)
-    run.take(0, 2)
-    run.contribute(0)
-    decisions = run.contribute(2, last=True)
-    assert only(do.ask_worker_state, decisions) == [
-        do.ask_worker_state(run.members[1]),
-        do.ask_worker_state(run.members[2]),
-    ]
-    replies = only(do.reply, decisions)
-    assert [(reply.member.rank, reply.worker_state) for reply in replies] == [(0, True)]
-
-
 def test_at_the_end_of_an_epoch_everyone_is_asked_with_the_final_center() -> None:
     run = started(2, checkpoints=Every(epochs=True))
     run.contribute(0, last=True)
@@ -132,13 +116,6 @@ def test_who_has_come_back_is_not_asked_in_the_name_of_who_was_lost() -> None:
     assert write_worker_states(run, 1) == [do.write_checkpoint()]
 
 
-def test_it_does_without_the_worker_state_of_who_is_lost() -> None:
-    run = started(2, max_failures=1, checkpoints=Every(1))
-    run.round()
-    write_worker_states(run, 0)
-    assert run.lose(1) == [do.drop(run.members[1]), do.write_checkpoint()]
-
-
 def test_it_needs_no_worker_state_if_all_are_lost_that_have_contributed() -> None:
     run = started(2, max_failures=2, checkpoints=Every(1))
     run.contribute(0)
@@ -171,27 +148,6 @@ class TestWaiting:
             do.dismiss(run.members[0]),
             do.end(None),
         ]
-
-    def test_whose_connection_breaks_meanwhile_has_finished_all_the_same(self) -> None:
-        run = started(1, checkpoints=Every(epochs=True))
-        run.round(last=True)
-        write_worker_states(run, 0)
-        run.finish(0)
-        assert run.lose(0) == []
-        (refused,) = only(do.refuse, run.join(0, attempt=1))
-        assert "has already finished its last epoch" in refused.reason
-        assert written(run)[-1] == do.end(None)
-
-    def test_whoever_waits_to_leave_is_not_late(self) -> None:
-        run = started(2, max_failures=1, deadline_s=100, checkpoints=Every(epochs=True))
-        run.wait(1)
-        run.round(last=True)
-        write_worker_states(run, 0, 1)
-        run.finish(0)
-        run.finish(1)
-        assert only(do.drop, run.wait(90)) == []
-        assert run.coordinator.members.dropped == []
-        assert run.coordinator.members.patience_s(0) == 15.0
 
     def test_whose_window_waited_is_not_late_afterwards(self) -> None:
         run = started(1, deadline_s=10, checkpoints=Every(1))
@@ -251,13 +207,6 @@ class TestPreemption:
 
 
 class TestOneThatCouldNotBeWritten:
-    def test_does_not_count_as_one(self) -> None:
-        run = started(1, checkpoints=Every(1))
-        run.round()
-        write_worker_states(run, 0)
-        assert run.tell("checkpoint_ended", saved=False) == []
-        assert not run.coordinator.checkpoints.has_last_commit
-
     def test_is_not_tried_again_before_the_next_is_due(self) -> None:
         run = started(1, checkpoints=Every(2))
         run.round(step=1)

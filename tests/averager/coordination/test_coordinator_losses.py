@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decided import Told, do
-from decisions import AllButStragglers, Every, Run, commit, expect_failure, only, report, shard
+from decisions import AllButStragglers, Run, commit, expect_failure, only, report, shard
 from decisions import started as started_with
 from every_row import every
 
@@ -28,14 +28,6 @@ def replied_to(decisions: list[Told]) -> list[int]:
 class TestRounds:
     """What becomes of a round when one who takes part is lost."""
 
-    def test_a_lost_first_rank_lets_the_others_take_their_turn(self) -> None:
-        run = started(3)
-        run.close(1)
-        run.close(2)
-        assert run.lose(0) == [do.drop(run.members[0]), do.skip(0)]
-        assert run.add(1) == []
-        assert replied_to(run.add(2)) == [1, 2]
-
     def test_half_a_contribution_makes_the_others_start_over(self) -> None:
         run = started(2)
         run.close(0)
@@ -45,16 +37,6 @@ class TestRounds:
         assert run.close(1) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
         assert replied_to(run.add(1)) == [1]
         assert run.positions() == [0, 1]
-
-    def test_those_whose_contributions_were_whole_start_over_too(self) -> None:
-        run = started(5)
-        run.contribute(0)
-        run.close(1, examples=0)
-        run.contribute(4)
-        run.lose(4)
-        run.close(2)
-        assert do.start_over((run.members[0], run.members[1])) in run.lose(2)
-        assert only(do.commit, run.round(0, 1, 3)) == [commit(run, 1, 1, 1)]
 
     def test_a_contribution_that_became_whole_as_the_sum_was_started_over_does_not_count(
         self,
@@ -79,18 +61,6 @@ class TestRounds:
         assert run.contribute(1) == [do.receive(run.members[1], 1)]
         assert only(do.commit, run.contribute(2)) == [commit(run, 1, 1, 1)]
 
-    def test_who_is_lost_as_an_epoch_ends_is_waited_for_at_the_end_of_the_next(self) -> None:
-        run = started(2)
-        run.contribute(1, last=True)
-        run.lose(1)
-        assert replied_to(run.contribute(0, last=True)) == [0]
-        run.take(0)
-        assert run.close(0, last=True, epoch=2) == [
-            do.open_sum((0,)),
-            do.receive(run.members[0], 1),
-        ]
-        assert replied_to(run.add(0)) == []
-
     def test_it_is_committed_once_anybody_is_back_although_all_were_lost(self) -> None:
         run = started(2)
         run.contribute(0)
@@ -103,25 +73,6 @@ class TestRounds:
             do.welcome(run.members[1]),
         ]
         assert run.positions() == [1, 0]
-
-    def test_who_has_yet_to_take_the_reply_holds_up_nobody_once_it_is_lost(self) -> None:
-        run = started(2)
-        for rank in run.ranks:
-            run.contribute(rank)
-        run.take(0)
-        assert run.close(0) == []
-        decisions = run.lose(1)
-        assert decisions[1:] == [do.open_sum((0,)), do.receive(run.members[0], 1)]
-
-    def test_a_window_that_waits_is_forgotten_with_who_has_closed_it(self) -> None:
-        run = started(2)
-        for rank in run.ranks:
-            run.contribute(rank)
-        run.take(0)
-        run.close(0)
-        run.lose(0)
-        assert run.take(1) == []
-        assert run.close(1) == [do.open_sum((1,)), do.receive(run.members[1], 1)]
 
 
 class TestComingBack:
@@ -138,23 +89,6 @@ class TestComingBack:
         assert run.positions() == [1, 2]
         run.take(0)
         assert replied_to(run.round(step=3)) == [0, 1]
-
-    def test_nobody_adds_to_a_sum_before_it_has_taken_the_center(self) -> None:
-        run = started(2)
-        run.lose(0)
-        run.come_back(0)
-        assert run.close(1) == []
-        assert run.take(0) == [do.open_sum((0, 1)), do.receive(run.members[1], 1)]
-
-    def test_in_the_middle_of_a_round_it_is_let_in_at_its_end(self) -> None:
-        run = started(3)
-        run.lose(0)
-        run.contribute(1)
-        assert run.come_back(0) == []
-        decisions = run.contribute(2)
-        assert replied_to(decisions) == [1, 2]
-        assert decisions[-1] == do.welcome(run.members[0])
-        assert run.coordinator.round.ranks.of(RankState.RECEIVING) == {0, 1, 2}
 
     def test_a_round_starts_over_for_one_whose_rows_another_may_have_to_fetch(self) -> None:
         run = started(3)
@@ -175,17 +109,6 @@ class TestComingBack:
         run.close(2)
         assert run.come_back(0, row_server=["elsewhere", 4711]) == []
         assert run.add(2)[-1] == do.welcome(run.members[0])
-
-    def test_in_a_round_that_starts_over_it_takes_part_at_once(self) -> None:
-        run = started(3)
-        run.lose(0)
-        run.close(1)
-        run.come_back(0)
-        run.close(2)
-        decisions = run.lose(1)
-        assert decisions[1:] == [do.start_over((run.members[2],)), do.welcome(run.members[0])]
-        assert run.close(2) == []
-        assert run.take(0) == [do.open_sum((0, 2)), do.receive(run.members[2], 1)]
 
     def test_an_epoch_does_not_end_before_a_lost_rank_is_through_with_it(self) -> None:
         run = started(2)
@@ -225,13 +148,6 @@ class TestComingBack:
         run.join(0, attempt=1)
         # Another NaN, as from another process.
         assert run.read(0, shard(smallest=float("nan"))) == [do.welcome(run.members[0])]
-
-    def test_who_reads_its_rows_again_tells_the_driver_nothing_new(self) -> None:
-        run = started(2)
-        run.lose(0)
-        run.join(0, attempt=1)
-        assert run.read(0) == [do.welcome(run.members[0])]
-        assert run.coordinator.shards.statistics.shard_rows == (1, 1)
 
     def test_for_a_rank_that_has_finished_nobody_joins(self) -> None:
         run = started(2)
@@ -286,15 +202,6 @@ class TestFencing:
                 heard.append(event)
         assert not heard
 
-    def test_nor_is_it_heard_of(self) -> None:
-        run = started(2, deadline_s=10)
-        before = run.members[0]
-        run.join(0, attempt=1)
-        run.wait(9)
-        run.coordinator.heartbeat(before, run.now)
-        run.coordinator.members.look(run.now + 1)
-        assert run.coordinator.members.overdue({0}) == {0}
-
     @every("attempt", [-1, 0])
     def test_who_has_no_place_has_not_finished_for_who_has(self, attempt: int) -> None:
         run = started(2)
@@ -313,13 +220,6 @@ def test_who_was_dropped_with_its_last_word_on_the_way_has_finished() -> None:
     run.lose(0)
     run.finish(0)
     assert run.finish(1)[-1] == do.end(None)
-
-
-def test_the_loss_of_who_has_finished_is_none() -> None:
-    run = started(2, max_failures=0)
-    run.round(last=True)
-    run.finish(0)
-    assert run.lose(0) == []
 
 
 class TestMinWorkers:
@@ -350,13 +250,6 @@ class TestMinWorkers:
         words = r"^rank 1 .*, rank 12 .*\(rank 1 on host-1 fell 1; rank 12 on host-12 fell 12; "
         expect_failure(run, run.wait(10), DeadlineError, words)
 
-    def test_so_does_the_wait_for_one_without_whom_the_epoch_cannot_end(self) -> None:
-        run = started(2, deadline_s=10)
-        run.lose(0)
-        run.contribute(1, last=True)
-        assert only(do.end, run.wait(9)) == []
-        expect_failure(run, run.wait(1), DeadlineError, r"rank 0 on host-0 did not come back")
-
 
 class TestFinishing:
     """Who is lost when others have left already."""
@@ -370,17 +263,6 @@ class TestFinishing:
         assert only(do.end, run.wait(9)) == []
         words = r"^rank 2 on host-2 did not come back \(rank 2 on host-2 was killed; .* within 10 s"
         expect_failure(run, run.wait(1), DeadlineError, words)
-
-    def test_so_it_does_if_a_checkpoint_keeps_the_others_from_leaving(self) -> None:
-        run = started(2, deadline_s=100, checkpoints=Every(epochs=True))
-        run.round(last=True)
-        run.tell("worker_state_written", run.members[0])
-        run.lose(1)
-        run.finish(0)
-        run.wait(50)
-        run.tell("checkpoint_ended", saved=True)
-        assert only(do.end, run.wait(49)) == []
-        expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not come back")
 
     def test_it_comes_back_to_say_that_it_has_finished_too(self) -> None:
         run = started(2)

@@ -12,9 +12,7 @@ from decided import Told, do
 from decisions import Run, commit, expect_failure, only, report, started
 from every_row import every
 
-from sparkdl.averager.coordination.membership import GAP_TICKS
 from sparkdl.errors import DeadlineError, TrainingError
-from sparkdl.events import EpochSummary
 
 
 def plain_reply(run: Run, rank: int) -> do.reply:
@@ -56,22 +54,6 @@ def test_a_rank_whose_epoch_is_over_gets_the_epochs_last_center() -> None:
     assert last == [final_reply(run, 0), final_reply(run, 1)]
 
 
-def test_a_rank_without_examples_is_skipped_and_replied_to() -> None:
-    run = started(2)
-    assert run.close(0, examples=0) == [do.open_sum((0, 1)), do.skip(0)]
-    decisions = run.contribute(1)
-    assert commit(run, 1) in decisions
-    assert only(do.reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
-
-
-def test_a_round_to_which_nobody_contributes_leaves_the_center_as_it_is() -> None:
-    run = started(2)
-    run.close(0, examples=0)
-    decisions = run.close(1, examples=0)
-    assert decisions[:2] == [do.skip(1), commit(run)]
-    assert only(do.reply, decisions) == [plain_reply(run, 0), plain_reply(run, 1)]
-
-
 def test_nobody_adds_to_the_next_sum_before_all_have_taken_the_reply() -> None:
     run = started(3)
     for rank in run.ranks:
@@ -85,18 +67,6 @@ def test_nobody_adds_to_the_next_sum_before_all_have_taken_the_reply() -> None:
         do.receive(run.members[0], 1),
         do.receive(run.members[2], 1),
     ]
-
-
-def test_windows_and_epoch_summaries_are_reported_in_order() -> None:
-    run = started(1)
-    windows = [report(0, examples=2), report(0, examples=3, last=True, step=2)]
-    reports = run.round(examples=2)
-    run.wait(7)
-    reports += run.round(examples=3, last=True, step=2)
-    told = [decision.event for decision in only(do.report, reports)]
-    assert told[:2] == windows
-    assert told[2:] == [EpochSummary(epoch=1, loss=0.0, examples=5, rounds=2, seconds=7.0)]
-    assert run.finish(0) == [do.dismiss(run.members[0]), do.end(None)]
 
 
 def gather(run: Run, rank: int, value: object = "here") -> list[Told]:
@@ -188,12 +158,6 @@ def test_what_no_worker_of_ours_does_ends_the_run_and_says_who_did_it(
     expect_failure(run, act(run), TrainingError, words)
 
 
-def test_nobody_needs_to_train_at_all() -> None:
-    run = started(2)
-    run.finish(0)
-    assert run.finish(1)[-1] == do.end(None)
-
-
 class TestSilence:
     """Who is named when a round does not end, and who is not."""
 
@@ -223,15 +187,6 @@ class TestSilence:
         words = r"^rank 0 on host-0 did not contribute to round 1"
         expect_failure(run, run.wait(1), DeadlineError, words)
 
-    def test_who_has_its_turn_late_has_the_whole_deadline_from_then_on(self) -> None:
-        run = started(2, deadline_s=10)
-        run.close(0)
-        run.close(1)
-        run.wait(9)
-        run.add(0)
-        assert only(do.end, run.wait(9)) == []
-        expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
-
     def test_who_does_not_take_the_reply_is_named(self) -> None:
         run = started(2, deadline_s=10)
         for rank in run.ranks:
@@ -240,14 +195,6 @@ class TestSilence:
         run.close(0)
         words = "^rank 1 on host-1 did not take the center of round 1 within 10 s"
         expect_failure(run, run.wait(10), DeadlineError, words)
-
-    def test_who_sends_is_not_silent(self) -> None:
-        run = started(1, deadline_s=10)
-        run.close(0)
-        for _ in range(5):
-            assert run.wait(9) == []
-            run.coordinator.heartbeat(run.members[0], run.now)
-        assert commit(run, 1) in run.add(0)
 
     @every(("deadline_s", "pause_s", "tick_s"), [(10, 3600, 1), (2, 3, 0.5)])
     def test_a_pause_of_the_driver_judges_nobody(
@@ -260,21 +207,6 @@ class TestSilence:
         assert only(do.end, run.wait(deadline_s - tick_s)) == []
         words = "^rank 1 on host-1 did not contribute"
         expect_failure(run, run.wait(tick_s), DeadlineError, words)
-
-    def test_a_look_at_the_clock_that_is_a_little_late_is_no_pause(self) -> None:
-        run = started(2, deadline_s=10)
-        run.contribute(0)
-        run.now += GAP_TICKS
-        run.tell("tick")
-        assert only(do.end, run.wait(5)) == []
-        expect_failure(run, run.wait(1), DeadlineError, "^rank 1 on host-1 did not contribute")
-
-    def test_who_waits_for_the_epochs_end_is_told_now_and_then_that_the_run_goes_on(self) -> None:
-        run = started(2, deadline_s=8)
-        run.contribute(0, last=True)
-        run.contribute(1)
-        run.take(1)
-        assert run.wait(2) == run.wait(2) == [do.say_waiting((run.members[0],))]
 
     @every("trains", [0, 1])
     def test_while_one_trains_the_others_are_told_that_the_run_goes_on(self, trains: int) -> None:
@@ -321,14 +253,6 @@ class TestGather:
         gather(run, 0, "here")
         words = "^rank 1 on host-1 did not take part in an exchange among the workers within 10 s"
         expect_failure(run, run.wait(10), DeadlineError, words)
-
-    def test_rounds_go_on_afterwards_with_a_deadline_of_their_own(self) -> None:
-        run = started(2, deadline_s=10)
-        gather(run, 0, 5)
-        run.wait(9)
-        gather(run, 1, 5)
-        assert only(do.end, run.wait(9)) == []
-        assert commit(run, 1, 1) in run.round()
 
     def test_who_gave_was_lost_and_is_back_gives_once_more(self) -> None:
         run = started(2, max_failures=1)

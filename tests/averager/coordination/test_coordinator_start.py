@@ -142,19 +142,6 @@ class TestDeadlines:
             run.tell("expect_workers")
         expect_failure(run, run.wait(10), DeadlineError, "^rank 1 did not start")
 
-    def test_workers_that_have_joined_are_overdue_whoever_else_is_expected(self) -> None:
-        run = Run(2, deadline_s=10)
-        run.join(0)
-        run.wait(5)
-        run.tell("expect_workers")
-        words = "^rank 0 on host-0 did not receive more of its rows"
-        expect_failure(run, run.wait(5), DeadlineError, words)
-
-    def test_a_driver_that_looks_at_the_rows_for_long_makes_nobody_overdue(self) -> None:
-        run = joined(1, deadline_s=10)
-        run.read(0)
-        assert only(do.end, run.wait(100)) == []
-
     def test_who_waits_for_the_start_is_told_now_and_then_that_it_goes_on(self) -> None:
         run = joined(2, deadline_s=8)
         run.read(0)
@@ -184,26 +171,6 @@ class TestAfterTheEnd:
         run.tell("fail", StoppedError("rank 1 is gone"))
         late = run.join(0)
         assert late == [do.refuse(run.members[0], "the run ended: rank 1 is gone")]
-
-    def test_whoever_joins_after_a_success_is_told_of_it(self) -> None:
-        run = started(1)
-        run.finish(0)
-        (refused,) = run.join(0, attempt=1)
-        assert refused == do.refuse(run.members[0], "the run ended: all workers have finished")
-
-    def test_nothing_else_is_decided(self) -> None:
-        run = started(2)
-        run.tell("fail", TrainingError("enough"))
-        assert run.contribute(0) == run.contribute(1) == run.finish(0) == run.lose(1) == []
-        assert run.wait(1000) == []
-
-
-def test_the_start_of_a_training_welcomes_only_who_is_there() -> None:
-    run = joined(3, max_failures=1)
-    for rank in run.ranks:
-        run.read(rank)
-    run.lose(1)
-    assert run.start() == [do.welcome(run.members[0]), do.welcome(run.members[2])]
 
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "architecture.md"

@@ -101,21 +101,3 @@ class TestDropping:
         decisions = run.wait(STRAGGLER_S)
         assert only(do.drop, decisions) == [do.drop(run.members[0])]
         assert only(do.start_over, decisions) == [do.start_over((run.members[1], run.members[2]))]
-
-    def test_nobody_is_dropped_whom_nobody_waits_for(self) -> None:
-        """All may validate for long, or have trained their last epoch and be slow to say so."""
-        run = started(2)
-        run.wait(1)
-        run.round(last=True)
-        assert only(do.drop, run.wait(59)) == []
-        assert only(do.drop, run.wait(1)) == [do.drop(run.members[0]), do.drop(run.members[1])]
-        lost = "rank 1 on host-1 did not contribute to round 2 (epoch 2) within 60.0 s"
-        assert run.coordinator.members.losses[1] == lost
-
-    def test_nor_is_who_is_slow_to_leave_when_others_have_left(self) -> None:
-        run = started(2)
-        run.wait(1)
-        run.round(last=True)
-        run.finish(0)
-        assert only(do.drop, run.wait(59)) == []
-        assert run.finish(1)[-1] == do.end(None)

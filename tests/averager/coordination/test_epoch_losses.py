@@ -53,20 +53,6 @@ def told(decisions: list[Told]) -> dict[int, tuple[float, ...]]:
     return {each.member.rank: each.losses for each in only(do.send_epoch_losses, decisions)}
 
 
-def test_without_held_out_rows_the_training_loss_is_told_at_once() -> None:
-    run = started(2)
-    run.round(last=True)
-    assert told(ask(run, 1)) == {1: (0.0,)}
-
-
-def test_only_what_is_not_known_is_told() -> None:
-    run = with_held_out_rows(Run(1))
-    for epoch in (1, 2, 3):
-        run.round(last=True, epoch=epoch, step=epoch)
-        validate(run, 0, float(epoch), epoch)
-    assert told(ask(run, 0, epochs=3, known=1)) == {0: (2.0, 3.0)}
-
-
 def test_who_comes_back_during_the_next_epoch_is_told_at_once() -> None:
     run = with_held_out_rows(Run(2, max_failures=1))
     run.round(last=True)
@@ -210,15 +196,6 @@ def test_who_was_lost_before_it_had_counted_is_waited_for_and_counts_once() -> N
     assert counted(count(run, 1, epoch=2)) == [(2, ["0 in 2", "1 in 2"])]
 
 
-def test_of_an_epoch_that_is_long_over_nothing_is_kept() -> None:
-    run = measuring()
-    run.round(last=True)
-    for epoch in (-3, 0, 2, 77):
-        count(run, 1, epoch)
-    assert counted(count(run, 0)) == []
-    assert counted(count(run, 1)) == [(1, ["0 in 1", "1 in 1"])]
-
-
 WINDOW = 10
 
 
@@ -295,23 +272,8 @@ def test_the_weights_that_contributions_carry_count_and_not_their_rows() -> None
     assert full.share([heavy[1]]) == pytest.approx(30 / (30 + 10 * (10 + 30 + 30) / 30))
 
 
-def test_windows_without_any_weight_change_nothing_and_are_rows_that_were_there() -> None:
-    full = FullRound(2)
-    nothing = replace(windows_of(0, 20)[0], group_weight=0)
-    assert full.share([nothing]) == 1.0
-    assert full.share([windows_of(0, 20)[1]]) == pytest.approx(10 / (10 + 10 * 10 / 20))
-
-
 def test_it_goes_on_with_the_windows_of_an_epoch_that_was_interrupted() -> None:
     rows = [40, 20]
     before = in_step(rows)[:2]
     assert FullRound(2, sums_of(before[0] + before[1])).share([windows_of(0, 40)[2]]) == 1.0
     assert FullRound(2, sums_of(before[0])).share([windows_of(0, 40)[1]]) == pytest.approx(1 / 2)
-
-
-def test_a_rank_that_has_other_rows_than_in_the_epoch_before_is_believed() -> None:
-    full = FullRound(2)
-    for rows in ([40, 20], [40, 40], [40, 20]):
-        for windows in in_step(rows):
-            assert full.share(windows) == 1.0
-        full.end_epoch()

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from decided import Told, do, told
-from decisions import Calls, Every, Run, commit, only, outcomes, started
+from decisions import Run, only, outcomes, started
 
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
 from sparkdl.averager.policies.round_policy import RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.events import WindowReport
 
 
 def left_out(decisions: list[Told]) -> list[int]:
@@ -61,26 +61,12 @@ class TestOneBackupWorker:
         assert only(do.commit, decisions) == [do.commit(Contributions((1, 1, 7), 3, 1))]
         assert run.positions() == [2, 2, 1]
 
-    def test_a_late_contribution_does_not_stand_for_one_that_is_due(self) -> None:
-        run = self.run()
-        finish(run, 0, 1)
-        run.contribute(2)
-        assert left_out(run.contribute(0, step=2)) == []
-        assert committed(run.contribute(1, step=2)) == [(0, 0), (1, 0), (2, 1)]
-
     def test_who_is_late_is_not_waited_for_and_counts_whenever_it_comes(self) -> None:
         run = self.run()
         for step in (1, 2, 3):
             assert committed(finish(run, 0, 1, step=step)) == [(0, 0), (1, 0)]
         run.contribute(2)
         assert committed(finish(run, 0, 1, step=4)) == [(0, 0), (1, 0), (2, 3)]
-
-    def test_all_who_are_there_are_waited_for_but_one(self) -> None:
-        run = self.run(max_failures=1)
-        run.contribute(0)
-        decisions = run.lose(1)
-        assert left_out(decisions) == [1, 2]
-        assert committed(decisions) == [(0, 0)]
 
     def test_who_was_lost_while_it_was_late_begins_anew_and_is_not_late(self) -> None:
         run = self.run(max_failures=1)
@@ -111,57 +97,6 @@ class TestOneBackupWorker:
         assert left_out(run.add(2)) == []
         assert committed(run.contribute(1, step=2)) == [(1, 0), (2, 1)]
 
-    def test_the_last_of_an_epoch_contributes_alone(self) -> None:
-        run = self.run()
-        finish(run, 0, 1, last=True)
-        decisions = run.contribute(2, last=True)
-        assert committed(decisions) == [(2, 1)]
-        assert {reply.final for reply in only(do.reply, decisions)} == {True}
-        (summary,) = [
-            e.event for e in decisions if isinstance(getattr(e, "event", 0), EpochSummary)
-        ]
-        assert (summary.mean_staleness, summary.max_staleness) == (1 / 3, 1)
-
-    def test_who_hangs_is_dropped_when_the_others_wait_for_it(self) -> None:
-        run = self.run(max_failures=1)
-        for step in range(1, 61):
-            run.wait(1)
-            assert only(do.drop, finish(run, 0, 1, step=step)) == []
-        finish(run, 0, 1, step=61, last=True)
-        assert only(do.drop, run.wait(20)) == [do.drop(run.members[2])]
-
-    def test_a_checkpoint_has_the_worker_states_of_those_of_its_commit(self) -> None:
-        run = self.run(checkpoints=Every(1))
-        decisions = [*run.contribute(0), *run.contribute(1)]
-        asked = {reply.member.rank for reply in only(do.reply, decisions) if reply.worker_state}
-        assert asked == run.coordinator.checkpoints.awaited == {0, 1}
-
-
-def test_one_contribution_is_waited_for_in_any_case() -> None:
-    run = started(3, policy=BackupWorkers(99))
-    decisions = run.contribute(1)
-    assert only(do.commit, decisions) == [commit(run, 1, share=1 / 3)]
-    assert left_out(decisions) == [0, 2]
-
-
-def calls_a_window(world_size: int, policy: RoundPolicy) -> float:
-    """Calls of functions for a contribution, as the mean over some rounds."""
-    run = started(world_size, policy=policy)
-    calls, windows = Calls(), 0
-    for step in (1, 2, 3):
-        for rank in range(world_size // 2):
-            with calls:
-                decisions = run.contribute(rank, step=step)
-            windows += 1
-            for reply in only(do.reply, decisions):
-                run.take(reply.member.rank)
-    return calls.counted / windows
-
-
-def test_what_a_contribution_costs_does_not_grow_with_the_workers() -> None:
-    costs = [calls_a_window(workers, BackupWorkers(workers // 2)) for workers in (20, 1000)]
-    assert costs[1] < 1.25 * costs[0]
-
 
 # In many schedules.
 
@@ -185,6 +120,7 @@ class Watched(Coordinator):
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.nightly_variants
 @pytest.mark.parametrize("spared", [1, 2])
 def test_in_every_schedule_all_but_so_many_are_in_a_round_and_not_stale(spared: int) -> None:
     Watched.most_left_out = Watched.most_due = Watched.stale = 0
@@ -252,15 +188,6 @@ def test_who_has_become_slow_is_left_out_from_the_next_round_until_it_has_come()
     assert cluster.round() == ALL  # nobody could know
     assert not any(2 in cluster.round() for _ in range(8))
     assert any(2 in cluster.round() for _ in range(3))
-
-
-def test_one_that_is_fast_again_is_waited_for_again() -> None:
-    cluster = Cluster(1.0, 1.01, 0.99, 6.0)
-    rounds = [cluster.round() for _ in range(25)]
-    assert ALL - {3} in rounds
-    cluster.seconds[3] = 1.0
-    rounds = [cluster.round() for _ in range(25)]
-    assert rounds[-4:] == [ALL] * 4
 
 
 def test_one_that_is_slower_than_is_remembered_holds_nobody_up() -> None:

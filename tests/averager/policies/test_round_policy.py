@@ -15,15 +15,11 @@ from decisions import AllButStragglers, Calls, Run, commit, only, outcomes, repo
 from every_row import every
 
 from sparkdl.averager.policies.cutoff import Numbers, RunTimes, best_cutoff
-from sparkdl.averager.policies.round_policy import All, Nobody, RoundPolicy
+from sparkdl.averager.policies.round_policy import Nobody, RoundPolicy
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Segment
-
-
-def replied_to(decisions: list[Told]) -> list[int]:
-    return [reply.member.rank for reply in only(do.reply, decisions)]
 
 
 def exchange(run: Run, rank: int, **window: Any) -> list[Told]:
@@ -49,13 +45,6 @@ class TestNobody:
         ]
         assert run.positions() == [0, 1, 0]
 
-    def test_the_next_has_to_wait_until_the_reply_was_taken(self) -> None:
-        run = self.run(2)
-        run.close(0)
-        assert run.close(1) == []
-        run.add(0)
-        assert run.take(0) == [do.open_sum((1,)), do.receive(run.members[1], 1, staleness=1)]
-
     def test_who_waits_is_let_in_in_the_order_of_arrival(self) -> None:
         run = self.run(4)
         for rank in (2, 3, 0, 1):
@@ -78,22 +67,6 @@ class TestNobody:
         assert [each.staleness for each in told] == [0, 0, 2, 0, 0, 2]
         assert told[-1] == Contributions((1,), 3, 2, share=1 / 3)
 
-    def test_an_epoch_ends_when_all_are_through(self) -> None:
-        run = self.run(2)
-        assert replied_to(exchange(run, 0, last=True)) == []
-        exchange(run, 1)
-        last = run.contribute(1, last=True, step=2)
-        assert [reply.final for reply in only(do.reply, last)] == [True, True]
-        assert run.coordinator.committed.epoch == 2
-
-    def test_those_without_rows_end_theirs_one_by_one(self) -> None:
-        run = self.run(3)
-        run.close(0)
-        assert run.close(1, examples=0, last=True) == []
-        assert run.close(2, examples=0, last=True) == []
-        decisions = run.add(0) + run.take(0)
-        assert only(do.commit, decisions) == [commit(run, 1, share=1 / 3), commit(run), commit(run)]
-
     def test_half_a_contribution_costs_nobody_else_anything(self) -> None:
         run = self.run(2, max_failures=1)
         run.close(0)
@@ -104,35 +77,6 @@ class TestNobody:
             do.open_sum((1,)),
             do.receive(run.members[1], 1),
         ]
-
-    def test_who_trains_for_long_is_not_dropped_while_another_adds_for_long(self) -> None:
-        run = self.run(3, max_failures=1)
-        run.wait(1)
-        for rank in run.ranks:
-            exchange(run, rank)
-        run.close(0)
-        run.close(1)
-        for _ in range(100):  # rank 0 sends all the time, and rank 2 trains
-            run.wait(1)
-            run.coordinator.heartbeat(run.members[0], run.now)
-        assert run.coordinator.members.dropped == []
-
-    def test_who_keeps_the_center_in_silence_is_dropped(self) -> None:
-        run = self.run(2, max_failures=1)
-        run.wait(1)
-        for rank in run.ranks:
-            exchange(run, rank)
-        run.close(0)
-        run.close(1)
-        assert only(do.drop, run.wait(20)) == [do.drop(run.members[0])]
-
-    def test_who_has_ended_its_epoch_waits_for_the_others_until_they_are_late(self) -> None:
-        run = self.run(2, max_failures=1)
-        run.wait(1)
-        for rank in run.ranks:
-            exchange(run, rank)
-        exchange(run, 0, last=True, step=2)
-        assert only(do.drop, run.wait(20)) == [do.drop(run.members[1])]
 
     def test_nobody_overwrites_the_center_that_others_are_still_sent_at_the_start(self) -> None:
         run = Run(2, policy=Nobody())
@@ -163,23 +107,11 @@ class TestNobody:
         return calls.counted
 
 
-def test_a_straggler_contributes_to_the_next_round() -> None:
-    run = started(3, policy=AllButStragglers(1))
-    run.contribute(0)
-    assert run.close(2) == [do.receive(run.members[2], 1), do.skip(1)]
-    assert run.close(1) == []
-    assert only(do.commit, run.add(2)) == [commit(run, 1, 1, share=2 / 3)]
-    run.take(0, 2)
-    assert run.close(2, step=2) == [do.receive(run.members[2], 1), do.skip(0)]
-    run.add(1)
-    assert only(do.commit, run.add(2)) == [commit(run, 1, 1, staleness=1, share=2 / 3)]
-
-
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("policy", [All, Nobody, AllButStragglers])
+@pytest.mark.parametrize("policy", [Nobody, AllButStragglers])
 def test_every_schedule_ends_as_its_faults_allow(policy: Callable[[], RoundPolicy]) -> None:
-    ended = outcomes(policy, range(100))
-    assert sum(outcome.failure is None for outcome in ended) > 65
+    ended = outcomes(policy, range(50))
+    assert sum(outcome.failure is None for outcome in ended) > 32
 
 
 @every("policy", [Nobody(), AllButStragglers(1)])

@@ -81,11 +81,6 @@ class TestOneBound:
         assert steps.step(0) == set()
         assert steps.step(1, last=True) == {0}
 
-    def test_who_is_lost_is_not_waited_for(self, steps: Steps) -> None:
-        steps.step(0)
-        steps.step(0)
-        assert going_on(steps.run.lose(1)) == {0}
-
     def test_in_the_next_epoch_all_begin_again(self, steps: Steps) -> None:
         steps.step(0)
         steps.step(0)
@@ -116,19 +111,6 @@ class TestOneBound:
         contribute(run, 1, steps=1)
         assert run.take(1) == [do.open_sum((0,)), do.receive(run.members[0], 1, 1)]
 
-    def test_who_waits_is_told_that_the_run_goes_on(self, steps: Steps) -> None:
-        steps.step(0)
-        steps.step(0)
-        assert only(do.say_waiting, steps.run.wait(20)) == [do.say_waiting((steps.run.members[0],))]
-
-    def test_who_waits_is_not_late_and_who_is_waited_for_is(self, steps: Steps) -> None:
-        steps.run.wait(1)
-        for rank in (0, 1, 0, 0):
-            steps.step(rank)
-        decisions = steps.run.wait(20)
-        assert only(do.drop, decisions) == [do.drop(steps.run.members[1])]
-        assert going_on(decisions) == {0}
-
     def test_who_waits_and_contributes_is_an_error(self, steps: Steps) -> None:
         steps.step(0)
         steps.step(0)
@@ -142,23 +124,6 @@ def test_with_no_bound_at_all_everyone_waits_for_everyone() -> None:
         steps = Steps(run_of(3, barrier))
         for order in ((2, 0, 1), (0, 1, 2)):
             assert [steps.step(rank) for rank in order] == [set(), set(), {0, 1, 2}]
-
-
-def test_a_loss_while_another_contributes_lets_those_go_on_who_waited_for_the_lost() -> None:
-    run = run_of(3, SSP(0), max_failures=1)
-    contribute(run, 0, steps=1)
-    run.tell("window_closed", run.members[1], replace(report(1), step_of_epoch=1))
-    assert going_on(run.lose(2)) == set()  # the sum is open
-    assert going_on(run.add(1)) == {0, 1}
-
-
-def test_everyone_starts_over_behind_a_barrier_if_the_contribution_breaks() -> None:
-    run = run_of(2, SSP(0), max_failures=1)
-    contribute(run, 0, steps=1)
-    run.close(1)
-    decisions = run.lose(1)
-    assert only(do.start_over, decisions) == [do.start_over(())]
-    assert going_on(decisions) == {0}
 
 
 def test_a_checkpoint_has_the_worker_states_of_those_who_wait() -> None:
@@ -218,18 +183,6 @@ class TestSoftsync:
         told = [d.event for d in only(do.report, decisions) if isinstance(d.event, WindowReport)]
         assert [(window.rank, window.staleness) for window in told] == [(1, 1), (2, 0)]
 
-    def test_all_who_are_there_are_enough(self) -> None:
-        run = run_of(3, Softsync(3), max_failures=1)
-        run.contribute(0)
-        run.lose(2)
-        assert going_on(run.contribute(1)) == {0, 1}
-
-    def test_of_those_who_are_left_in_the_epoch_fewer_are_enough(self) -> None:
-        run = run_of(3, Softsync(2))
-        run.contribute(0, last=True)
-        run.contribute(1, last=True)
-        assert going_on(run.contribute(2)) == {2}
-
 
 def test_staleness_is_in_the_epochs_summary() -> None:
     run = run_of(2, ASP())
@@ -264,20 +217,6 @@ def test_numbers_that_make_no_sense_are_refused(
 
 
 # Samples.
-
-
-def samples(policy: SampledStaleness, world_size: int, draws: int) -> list[tuple[int, list[int]]]:
-    policy.begin([Position()] * world_size)
-    return [(n % world_size, policy._sample(n % world_size)) for n in range(draws)]
-
-
-def test_a_sample_is_of_others_each_as_often() -> None:
-    drawn = samples(SampledStaleness(3, 0, 1), 7, 7 * 400)
-    assert all(len(set(sample)) == 3 and rank not in sample for rank, sample in drawn)
-    often = Counter((rank, other) for rank, sample in drawn for other in sample)
-    assert len(often) == 7 * 6
-    # 400 draws, each with probability 1/2: five standard deviations are 50.
-    assert all(abs(count - 200) < 50 for count in often.values())
 
 
 class Watched(SampledStaleness):
@@ -342,7 +281,7 @@ def ended_by(barrier: Barrier, seeds: range) -> list[Outcome]:
     ids=str,
 )
 def test_limits_decide_the_same_in_every_schedule(barrier: Barrier, limit: Barrier) -> None:
-    for mine, other in zip(ended_by(barrier, range(40)), ended_by(limit, range(40)), strict=True):
+    for mine, other in zip(ended_by(barrier, range(15)), ended_by(limit, range(15)), strict=True):
         assert replace(mine, failure=None) == replace(other, failure=None)
         assert repr(mine.failure) == repr(other.failure)
 
@@ -350,7 +289,7 @@ def test_limits_decide_the_same_in_every_schedule(barrier: Barrier, limit: Barri
 @pytest.mark.usefixtures("quiet")
 def test_softsync_of_everyone_decides_like_bsp_in_every_schedule_without_faults() -> None:
     """Its workers wait for leave to enter, so faults strike them at other times."""
-    for seed in range(30):
+    for seed in range(12):
         plan = replace(random_plan(seed, times=2), faults=())
         mine, other = (
             simulate(plan, policy=lambda: barrier.policy(1))  # noqa: B023

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import signal
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from by_keyword import open_averager
-from crew import LAYOUT, SILENCE_S, WAIT_S, Crew, crew, eventually, sent_values, window
+from crew import LAYOUT, WAIT_S, Crew, crew, eventually, sent_values, window
 from decided import Told, do
-from decisions import Every, Run, only, report, started
+from decisions import Run, only, report, started
 from every_row import every
-from toys import drive
 
-from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.messages.run_events import Position, Progress
 from sparkdl.averager.policies.round_policy import RoundRobin
 from sparkdl.averager.service.saving import CheckpointPlan
@@ -35,7 +26,6 @@ from sparkdl.averager.values.wire_format import CHANGES, FULL_PRECISION
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import DeadlineError, DisconnectedError, StoppedError, TrainingError
-from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.strategies import SSP
 
 
@@ -208,55 +198,6 @@ def test_a_pause_is_not_the_storages_fault(tmp_path: Path) -> None:
     assert store.newest() is not None
 
 
-DEADLINE_S = 20.0
-
-
-def serve(told: Pipe) -> None:
-    """A driver of two workers; says at the end whom it took for lost."""
-    averager = open_averager(
-        LAYOUT, [torch.zeros(3)], 2, FULL_PRECISION, deadline_s=DEADLINE_S, tolerance=Tolerance(5)
-    )
-    with averager:
-        told.send(averager.address)
-        drive(averager)
-        told.send(averager.losses)
-
-
-@pytest.mark.nightly
-def test_a_driver_whose_process_was_stopped_takes_nobody_for_lost() -> None:
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,))
-    process.start()
-    theirs.close()
-    with ExitStack() as stack:
-        stack.callback(ours.close)
-        stack.callback(process.join, WAIT_S)
-        stack.callback(process.kill)
-        assert ours.poll(WAIT_S)
-        address = ours.recv()
-        clients = [
-            stack.enter_context(AveragerClient(address, rank, FULL_PRECISION, deadline_s=SILENCE_S))
-            for rank in range(2)
-        ]
-        pool = stack.enter_context(ThreadPoolExecutor(2))
-        shard, state = ShardStatistics(2, ()), [torch.zeros(3)]
-        for started in [pool.submit(each.start, shard, state, LAYOUT) for each in clients]:
-            started.result(WAIT_S)
-        early = pool.submit(clients[0].exchange, [torch.ones(3)], window(0, last=True))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(1.5 * DEADLINE_S)
-        os.kill(process.pid, signal.SIGCONT)
-        time.sleep(2.0)  # longer than the driver takes to look at its clock
-        clients[1].exchange([torch.ones(3)], window(1, last=True))
-        early.result(WAIT_S)
-        for client in clients:
-            client.finish()
-        assert ours.poll(WAIT_S)
-        assert ours.recv() == []
-
-
 AHEAD = 11
 PROGRESS = replace(
     Progress.start(2), positions=(Position(step=AHEAD, step_of_epoch=AHEAD), Position())
@@ -321,15 +262,6 @@ def test_a_turn_of_who_is_lost_is_skipped_and_it_has_one_when_it_is_back() -> No
     assert add(run, 0) == [1]
 
 
-def test_a_turn_of_who_is_lost_in_it_passes_on() -> None:
-    run = run_of(3, max_failures=1)
-    close(run, 1)
-    assert close(run, 0) == [0]
-    decisions = run.lose(0)
-    assert only(do.start_over, decisions) == [do.start_over(())]
-    assert received(decisions) == [1]
-
-
 @every(
     ("steps", "period", "first"),
     [((0, 0, 0), 2, 0), ((4, 2, 2), 2, 1), ((4, 4, 2), 2, 2), ((5, 4, 4), 2, 1), ((5, 6, 6), 2, 0)],
@@ -340,26 +272,6 @@ def test_a_resumed_run_goes_on_with_who_has_had_the_fewest(
     policy = RoundRobin(period)
     policy.begin([Position(step=n, step_of_epoch=n) for n in steps])
     assert [rank for rank in range(3) if policy.may_contribute(rank, {0, 1, 2})] == [first]
-
-
-def test_who_waits_for_its_turn_is_told_that_the_run_goes_on_and_is_not_late() -> None:
-    run = run_of(2, max_failures=2)
-    run.wait(1)
-    close(run, 1)
-    decisions = run.wait(20)
-    assert only(do.say_waiting, decisions) == [do.say_waiting((run.members[1],))]
-    assert only(do.drop, decisions) == [do.drop(run.members[0])]
-    assert received(decisions) == [1]
-
-
-def test_a_turn_that_has_come_waits_for_a_checkpoint_and_comes_behind_it() -> None:
-    run = run_of(2, checkpoints=Every(1))
-    close(run, 0)
-    close(run, 1)
-    run.add(0)
-    assert received(run.take(0)) == []
-    run.tell("worker_state_written", run.members[0])
-    assert received(run.tell("checkpoint_ended", saved=True)) == [1]
 
 
 def test_others_may_train_longer_than_who_waits_could_go_on_sending(

@@ -113,28 +113,9 @@ def test_half_parameters_are_kept_in_float32_and_sent_as_they_came(dtype: torch.
     assert read(center.state()).tolist() == [exact] * SIZE
 
 
-def test_the_state_has_the_segments_that_are_asked_for_in_order() -> None:
-    center = make_center(MIXED)
-    sizes = [sum(map(len, center.state(kind)[1::2])) for kind in ("parameters", "optimizer")]
-    assert sizes == [160_000, 8]
-    both = b"".join(map(bytes, center.state("parameters", "buffers")[1::2]))
-    assert len(both) == 160_000 + 24
-    assert sum(map(len, center.state()[1::2])) == 160_000 + 24 + 8
-
-
 def test_no_message_is_larger_than_what_was_announced() -> None:
     center = make_center(MIXED, world_size=10_000)
     assert max(map(len, center.state())) == center.chunk_bytes == 65_536
-
-
-def test_frames_are_made_once_a_round_and_anew_for_the_next() -> None:
-    center = make_center()
-    average(center, {0: (1, 1.0)})
-    first = center.reply()
-    assert center.reply() is first
-    assert center.state() is center.state()
-    average(center, {0: (1, 7.0)})
-    assert read(center.reply()).tolist() == read(center.state()).tolist() == [7.0] * SIZE
 
 
 def test_the_copy_for_a_checkpoint_stays_while_rounds_go_on_in_the_same_place_each_time() -> None:
