@@ -37,7 +37,7 @@ def places(members: int, colors: int) -> list[list[Place]]:
 
 
 def test_each_colour_spans_all_members_and_nobody_has_children_twice() -> None:
-    for members in range(1, 65):
+    for members in range(1, 33):
         for colors in {usable_colors(members, wanted) for wanted in range(1, members + 2)}:
             trees = places(members, colors)
             inner = [member for tree in trees for member in range(members) if tree[member].children]
@@ -106,7 +106,7 @@ def test_it_is_the_serial_sum_with_the_same_bits_on_all_and_at_most_twice_the_by
     members: int,
 ) -> None:
     for colors in (1, 2, 4):
-        for numel in (0, 1, 5, 1009, 20011):
+        for numel in (0, 1, 1009):
 
             def body(group: Any, colors: int = colors, numel: int = numel) -> Any:
                 add_up = TreeSum(group, colors, 921)

@@ -22,7 +22,7 @@ from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective import Collective, Network, join_collective, release_model
-from sparkdl.collective.network import interface_addresses, interface_of, local_address
+from sparkdl.collective.network import local_address
 from sparkdl.errors import CollectiveError, ConfigError
 from sparkdl.transport.sockets import listen
 
@@ -276,10 +276,6 @@ def test_the_connections_to_other_ports_are_at_their_end_and_only_those() -> Non
         assert child.returncode == 0
 
 
-def test_the_loopback_interface_is_among_those_of_this_host() -> None:
-    assert interface_addresses()["lo"] == "127.0.0.1"
-
-
 def test_without_a_choice_it_is_the_interface_that_routes_to_the_driver() -> None:
     assert local_address(Network(driver="127.0.0.1")) == "127.0.0.1"
     assert local_address(Network(driver="localhost")) == "127.0.0.1"
@@ -294,12 +290,6 @@ def test_an_interface_is_chosen_by_name_subnet_or_address(choice: str) -> None:
 def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are(choice: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{choice}'.*lo \(127\.0\.0\.1\)"):
         local_address(Network(interface=choice))
-
-
-def test_the_interface_of_an_address_is_found() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.7"):
-        interface_of("203.0.113.7")
 
 
 def test_a_port_is_held_as_soon_as_it_is_known() -> None:

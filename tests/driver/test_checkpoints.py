@@ -397,7 +397,6 @@ DESCRIPTION = {
 KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "int": (int,),
-    "bool": (bool,),
     "float": (float, int),
     "int | None": (int, type(None)),
     "float | None": (float, int, type(None)),

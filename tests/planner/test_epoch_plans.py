@@ -175,14 +175,6 @@ def test_a_fit_in_another_place_tells_what_a_step_takes_there_too() -> None:
         assert plan.predict(1, aggregation=place).parts.computing == pytest.approx(STEPS * STEP_S)
 
 
-def test_a_ring_takes_twice_the_bytes_but_for_a_worker_s_share() -> None:
-    fits = [among(each) for each in (1, 2)]
-    for workers in (2, 4, 8):
-        rounds = math.ceil(math.ceil(STEPS / workers) / PERIOD)
-        took = rounds * A_BYTE * BYTES * 2 * (workers - 1) / workers
-        assert Plan(fits).predict(workers).parts.passing == pytest.approx(took)
-
-
 @every("overhead, message", [(1.1, 0.0), (1.2, 0.02)])
 def test_what_a_ring_takes_beyond_its_wire_is_its_messages_but_for_a_fifth_of_the_bytes(
     overhead: float, message: float
@@ -204,14 +196,6 @@ def test_what_a_ring_takes_beyond_its_wire_is_its_messages_but_for_a_fifth_of_th
         assert predicted.seconds == pytest.approx(expected)
         unknown = Plan(fits).predict(workers)  # all of it by bytes
         assert unknown.seconds <= predicted.seconds * (1 + 1e-9)
-
-
-def test_a_ring_takes_the_latency_of_each_of_its_messages() -> None:
-    fits = [among(each) for each in (1, 2)]
-    late, prompt = (
-        Plan(fits, link=Link(1e9, latency)).predict(8).parts.fixed for latency in (1e-3, 0.0)
-    )
-    assert late - prompt == pytest.approx(math.ceil(STEPS / 8 / PERIOD) * 14 * 1e-3)
 
 
 def test_gradients_that_are_sent_while_computing_are_told_by_a_fit_with_one_worker() -> None:
@@ -443,9 +427,3 @@ def test_no_profile_and_a_strategy_without_a_formula_are_refused() -> None:
 
 def vars_of(given: Any) -> dict[str, Any]:
     return {name: getattr(given, name) for name in given.__dataclass_fields__}
-
-
-def test_a_thousand_workers_are_searched_in_a_moment() -> None:
-    """A prediction is arithmetic: nothing of it grows with the workers."""
-    best = of_two(workers=[1000], rows=10**9).best(0.9, max_period=50)
-    assert 1 < best.workers <= 1000

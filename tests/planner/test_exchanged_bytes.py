@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +102,6 @@ def test_each_row_of_the_page_s_table_is_what_its_strategies_send() -> None:
                 assert found == pytest.approx(says, rel=3e-3), (strategy, workers)
 
 
-def test_one_worker_among_workers_exchanges_nothing() -> None:
-    for strategy in (*EXAMPLES[0], *EXAMPLES[1], *EXAMPLES[4]):
-        assert of(strategy).bytes_a_step(1) == 0.0
-
-
 def test_compressed_gradients_are_smaller_and_small_ones_are_sent_whole() -> None:
     assert of(GradientAllReduce(compression="bf16")).up == P / 2
     assert of(GradientAllReduce(accumulate=4)).period == 4
@@ -153,29 +147,6 @@ def test_what_is_waited_for_of_an_exchange_tells_all_of_it(
     shown = traffic.shown(whole, step_s)
     assert whole / buckets <= shown <= whole
     assert traffic.whole(shown, step_s) == pytest.approx(whole, abs=1e-12)
-
-
-@every(
-    ("strategy", "optimizer"),
-    [
-        (ParameterAveraging(2), partial(torch.optim.Adam, lr=0.01)),
-        (ParameterAveraging(2, wire_dtype="bfloat16"), partial(torch.optim.SGD, lr=0.01)),
-        (ElasticAveraging(2), partial(torch.optim.SGD, lr=0.01)),
-        (OuterOptimizer(2, wire_dtype="float8"), partial(torch.optim.SGD, lr=0.01)),
-    ],
-)
-def test_workers_send_to_the_driver_what_the_formula_says(
-    strategy: Strategy[Any], optimizer: Any
-) -> None:
-    """Each takes four steps in each of two epochs, two rounds an epoch."""
-    outcome = run_world(
-        make_job(mlp(), strategy=strategy, optimizer=optimizer, batch_size=4, epochs=2),
-        classification([16, 16]).shards(),
-    )
-    recording = outcome.recording
-    assert recording.setup.traffic is not None
-    assert recording.windows.tolist() == [4, 4]
-    assert recording.sent.tolist() == [4 * recording.setup.traffic.up] * 2
 
 
 def test_only_plain_averaging_can_be_moved() -> None:
@@ -263,11 +234,6 @@ def test_epochs_before_a_checkpoint_do_not_count() -> None:
     recording.history.insert(0, EpochSummary(epoch=0, loss=0, examples=9, rounds=1, seconds=99.0))
     recording.epochs_before = 1
     assert Profile.of(recording).epoch_seconds == (2.5, 2.5)
-
-
-def test_the_spread_is_that_of_three_epochs_or_more() -> None:
-    assert profile(2, epoch_seconds=(1.0, 2.0)).spread is None
-    assert profile(2, epoch_seconds=(1.0, 2.0, 3.0)).spread == pytest.approx(0.5)
 
 
 def test_a_fit_without_an_epoch_or_a_round_has_no_profile() -> None:

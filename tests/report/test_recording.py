@@ -14,14 +14,13 @@ from recordings import Play, Played, busy_world
 from sparkdl.averager.messages.run_events import (
     EpochValidated,
     WorkerLost,
-    WorkersRestarted,
     WorkerTimes,
 )
 from sparkdl.events import EpochSummary
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.report.findings import findings, slowest
 from sparkdl.report.page import render
-from sparkdl.report.recording import FAILURES, LANES, WINDOWS, Recording
+from sparkdl.report.recording import FAILURES, LANES, Recording
 from sparkdl.report.time_bins import BINS, TimeBins
 
 
@@ -112,14 +111,6 @@ def test_epochs_that_are_validated_later_get_their_loss(play: Play) -> None:
     assert played.recording.history == [known]
 
 
-def test_a_new_start_of_all_is_a_failure_of_nobody_in_particular(play: Play) -> None:
-    played = play(2)
-    played.now += 3
-    played.recording.note(WorkersRestarted("rank 1 was lost"))
-    (failure,) = played.recording.failures
-    assert (failure.at, failure.rank, failure.why) == (3.0, None, "rank 1 was lost")
-
-
 def test_windows_vary_by_what_their_worker_computed_over_its_mean(play: Play) -> None:
     """Not the first of an epoch, which warms up or follows a validation, nor a shorter last one."""
     played = play(2)
@@ -139,14 +130,6 @@ def test_windows_vary_by_what_their_worker_computed_over_its_mean(play: Play) ->
     ratios, steps = played.recording.window_ratios(2)
     np.testing.assert_allclose(sorted(ratios), [0.5] * 4 + [1.0] * 4 + [1.5] * 4)
     assert steps == 5
-
-
-def test_times_of_windows_are_kept_for_some_thousands(play: Play) -> None:
-    played = play(1)
-    for _ in range(WINDOWS + 100):
-        played.spend(0, compute=1.0)
-        played.window(0)
-    assert len(played.recording.window_ratios(10)[0]) == WINDOWS
 
 
 def world(play: Play, ranks: list[dict[str, float]], windows: int = 10, **setup: object) -> Played:
@@ -202,12 +185,6 @@ def test_who_was_lost_is_waited_for_and_not_the_averager(play: Play, ranks: int)
     who = "rank 1 on host-1, until it was" if ranks == 2 else f"{together} workers, until they were"
     assert f"workers wait, most of it for {who} back" in first.sentence
     assert "Failures" in first.advice
-
-
-def test_a_loss_that_nobody_waited_for_is_not_blamed(play: Play) -> None:
-    played = world(play, [{"compute": 0.42, "wait": 0.58}] * 4)
-    played.recording.note(WorkerLost(1, "its connection broke"))
-    assert "wait for the averager" in findings(played.recording)[0].sentence
 
 
 def test_uneven_rows_are_told_from_a_slow_host(play: Play) -> None:

@@ -83,11 +83,6 @@ def test_sorted_rows_are_spread_as_if_they_had_been_shuffled(tmp_path: Path) -> 
         assert 8 < counts.std() < 20
 
 
-def test_fewer_rows_than_workers_leave_some_with_none(tmp_path: Path) -> None:
-    columns = exchanged(tmp_path, [0, 2, 0, 0])
-    assert sorted(len(each[1]) if each else 0 for each in columns) == [0, 0, 1, 1]
-
-
 def refuse(
     directory: Path,
     address: Any,

@@ -26,7 +26,7 @@ from virtual_time import VirtualClock
 
 from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
 from sparkdl.transport import connecting, connection
-from sparkdl.transport.connecting import introduced, reach
+from sparkdl.transport.connecting import ServiceAddress, reach
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import ANSWER_BYTES, MAGIC, REFUSAL, Challenge, channel_of
 from sparkdl.transport.sockets import Certificate, Encrypted, connect

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -359,29 +357,6 @@ def test_an_input_or_a_model_that_does_not_fit_is_refused_before_any_task(
 
 
 @pytest.mark.usefixtures("spark")
-def test_an_array_of_something_else_is_left_alone(tmp_path: Path, source: str) -> None:
-    model = model_of(Edges())
-    with pytest.raises(ConfigError, match="transform_volume has not made it"):
-        model.transform_volume(source, source, **SIZES)
-    plain = stored(tmp_path / "plain", image(), "zarr")
-    before = os.listdir(plain)
-    for given, place in [(plain, f"file://{plain}"), (source, f"file://{plain}"), (source, plain)]:
-        with pytest.raises(ConfigError, match="transform_volume has not made it"):
-            model.transform_volume(given, place, reduce="argmax", **SIZES)
-        assert os.listdir(plain) == before
-        assert np.array_equal(read(Path(plain)), image())
-    around = (tmp_path, "holds other things, such as in.zarr/")
-    for place, text in [(f"{source}/labels", "in the folder of the other"), around]:
-        with pytest.raises(ConfigError, match=text):
-            model.transform_volume(source, place, **SIZES)
-    assert sorted(os.listdir(tmp_path)) == ["in.zarr", "plain"]
-    assert np.array_equal(read(Path(source)), image())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be"):
-        model.transform_volume(source, tmp_path / "file/out.zarr", **SIZES)
-
-
-@pytest.mark.usefixtures("spark")
 def test_argmax_of_one_channel_is_refused(tmp_path: Path, source: str) -> None:
     with pytest.raises(ConfigError, match="returns only one"):
         model_of(Edges(outputs=1)).transform_volume(
@@ -409,17 +384,6 @@ def test_the_model_of_the_driver_is_as_it_was(tmp_path: Path, source: str) -> No
 
 
 @pytest.mark.usefixtures("spark")
-def test_the_bar_counts_chunks_and_says_nothing_if_it_is_not_wanted(
-    tmp_path: Path, source: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model = model_of(Edges())
-    model.transform_volume(source, tmp_path / "silent", chunk=CHUNK, progress=False, **SIZES)
-    assert "chunks" not in capfd.readouterr().err
-    model.transform_volume(source, tmp_path / "out", chunk=CHUNK, **SIZES)
-    assert "6/6" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("spark")
 def test_a_bar_that_cannot_be_shown_ends_nothing(
     tmp_path: Path,
     source: str,
@@ -433,17 +397,3 @@ def test_a_bar_that_cannot_be_shown_ends_nothing(
     with caplog.at_level(logging.WARNING):
         model_of(Edges()).transform_volume(source, tmp_path / "out", chunk=CHUNK, **SIZES)
     assert "the progress bar is left out: OSError: no terminal" in caplog.text
-
-
-@pytest.mark.usefixtures("spark")
-def test_nothing_is_left_in_the_output_but_the_array_and_its_records(
-    tmp_path: Path, source: str
-) -> None:
-    target = tmp_path / "out.zarr"
-    model_of(Edges()).transform_volume(source, target, chunk=CHUNK, **SIZES)
-    found = {str(path.relative_to(target)).split("/")[0] for path in target.rglob("*")}
-    assert found == {"zarr.json", "c", ".sparkdl"}
-    record = json.loads((target / ".sparkdl/job.json").read_text())
-    assert record["chunk"] == [*CHUNK]
-    assert record["model"].startswith("Edges ")
-    assert sorted(os.listdir(target / ".sparkdl")) == ["chunks", "input", "job.json"]

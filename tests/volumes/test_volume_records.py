@@ -123,14 +123,6 @@ def test_what_was_marked_of_an_array_that_has_been_deleted_is_forgotten(
     assert records.done(PLANNED) == {}
 
 
-def test_chunks_are_done_once_they_are_marked(tmp_path: Path) -> None:
-    records = marked(tmp_path / "out", 0, 5, 1234)
-    assert records.done(PLANNED) == dict.fromkeys((0, 5, 1234), MARKER)
-    records.unmark(5)
-    assert records.done(PLANNED) == dict.fromkeys((0, 1234), MARKER)
-    assert Records(tmp_path / "out").done({**PLANNED, "chunk": [8, 8]}) == {}
-
-
 def test_a_torn_marker_never_counts(tmp_path: Path) -> None:
     """Cut at every length, empty, or with anything else in it."""
     records = marked(tmp_path / "out", 3)

@@ -121,13 +121,6 @@ def test_zarr_reads_the_array_and_zeros_where_nothing_was_written(
     assert (found[:, 5:] == 0).all()
 
 
-def test_an_array_without_channels_has_one(tmp_path: Path) -> None:
-    array = values(shape=SHAPE)
-    volume = Volume.opened(stored(tmp_path / "in", array), 3)
-    assert volume.channels is None
-    assert np.array_equal(everything(volume), array[None])
-
-
 @every("name", ["c", "C", "channel"])
 def test_an_axis_that_is_named_channel_is_the_first_wherever_it_is(
     tmp_path: Path, name: str

@@ -202,6 +202,15 @@ class TestFencing:
                 heard.append(event)
         assert not heard
 
+    def test_nor_is_it_heard_of(self) -> None:
+        run = started(2, deadline_s=10)
+        before = run.members[0]
+        run.join(0, attempt=1)
+        run.wait(9)
+        run.coordinator.heartbeat(before, run.now)
+        run.coordinator.members.look(run.now + 1)
+        assert run.coordinator.members.overdue({0}) == {0}
+
     @every("attempt", [-1, 0])
     def test_who_has_no_place_has_not_finished_for_who_has(self, attempt: int) -> None:
         run = started(2)

@@ -165,7 +165,7 @@ SENT: list[tuple[Callable[[Any], Any], dict[str, Any]]] = [
         statistics_header(STATISTICS)["statistics"],
     ),
     (lambda said: read_join(said if isinstance(said, dict) else {}), join_header(3, 1, 2, "f1")),
-    (lambda said: read_phases({"phases": said}, rank=3), asdict(TIMES)),
+    (lambda said: received(PhaseTimes, said, 3), asdict(TIMES)),
 ]
 
 

@@ -150,13 +150,6 @@ def test_hosts_sum_before_they_contribute() -> None:
     assert found.driver == 2 * 2 * LARGE
 
 
-def test_nobody_waits_for_a_slow_worker_whom_it_visits() -> None:
-    visits = Exchange(name="x", way="visits", up=SMALL, down=SMALL, period=5)
-    found = epoch(visits, 500, slow={2: 4.0})
-    assert found.did[1] < 1  # but for the link
-    assert found.lasted == pytest.approx(500 * 0.4, rel=0.01)
-
-
 def test_visitors_share_links_that_are_always_busy() -> None:
     """Values are sent, then received: half of the time in the direction of one's own visitor's.
 
@@ -246,11 +239,6 @@ def test_sums_along_trees_are_refused_in_words(reduced: Any) -> None:
         exchange_of(reduced(reduction=ColorTrees()), STATE, WORKERS)
 
 
-def test_an_exchange_stands_for_itself() -> None:
-    own = Exchange(name="own", way="group", up=1.0)
-    assert exchange_of(own, STATE, WORKERS) is own
-
-
 @every(
     "period, fragments, steps, windows",
     [
@@ -272,13 +260,6 @@ def test_windows_end_where_the_strategies_exchange(
     strategy = OuterOptimizer(period, fragments=fragments)
     due = [step for step in range(1, steps + 1) if strategy._is_due(step, period)]
     assert [sum(windows[: k + 1]) for k in range(len(due))] == due
-
-
-def test_windows_are_made_only_as_far_as_they_are_simulated() -> None:
-    own = Exchange(name="own", way="driver", up=1.0, period=2, fragments=2, closing=1)
-    assert own.rounds(10**15) == 10**15 + 1
-    assert own.windows(10**15, 3) == [1, 1, 1]
-    assert own.windows(3, 4) == [1, 1, 1, 0]
 
 
 def test_sums_take_as_long_as_their_messages_one_after_the_other() -> None:
@@ -335,11 +316,6 @@ def test_what_was_drawn_is_found_again(true: LogNormal, steps: int) -> None:
     found = fitted(drawn(true, steps, 4000), steps)
     for name, value in vars(true).items():
         assert getattr(found, name) == pytest.approx(value, rel=0.1)
-
-
-@every("seconds", [[0.5], [0.5] * 10, [0.4, 0.6]])
-def test_a_few_or_equal_times_are_taken_to_be_constant(seconds: list[float]) -> None:
-    assert fitted(seconds, 5) == LogNormal(0.1, 0.0)
 
 
 @every(

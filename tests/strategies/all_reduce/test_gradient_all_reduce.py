@@ -275,20 +275,22 @@ def test_sparse_gradients_are_looked_at_too() -> None:
     assert (error.rank, error.epoch, error.step) == (1, 1, step)
 
 
-@every(
+@pytest.mark.nightly_variants(daily=3)
+@pytest.mark.parametrize(
     "strategy",
     [
+        {"bucket_mb": 0.0001, "reduction": ColorTrees(2, 0.1)},
+        {"compression": PowerSGD(1, start_after=0)},
+        {"hybrid": Hybrid("inner.0", 1), "accumulate": 2},
         {"bucket_mb": 0.0001},
         {"accumulate": 2},
         {"compression": "bf16"},
-        {"bucket_mb": 0.0001, "reduction": ColorTrees(2, 0.1)},
-        {"compression": PowerSGD(1, start_after=0)},
         {"shard_optimizer": True},
         {"shard_parameters": True},
         {"find_unused_parameters": True},
         {"hybrid": Hybrid("*", 1)},
-        {"hybrid": Hybrid("inner.0", 1), "accumulate": 2},
     ],
+    ids=str,
 )
 def test_however_the_gradients_travel(strategy: dict[str, Any]) -> None:
     data, minibatch = marked_data([20, 16], 1)

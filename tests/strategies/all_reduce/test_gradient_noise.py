@@ -192,15 +192,7 @@ def by_hand(
         for parts in zip(
             *(batches_by_hand(data, w, epoch, 4) for w in range(workers)), strict=True
         ):
-            each = []
-            for features, targets in parts:
-                loss = nn.functional.cross_entropy(
-                    module(torch.from_numpy(features)), torch.from_numpy(targets)
-                )
-                each.append(torch.autograd.grad(loss, parameters))
-            mean = [sum(gs) / workers for gs in zip(*each, strict=True)]
-            norm = sum(float(g.square().sum()) for g in mean)
-            norms = [sum(float(g.square().sum()) for g in one) for one in each]
+            norms, norm = squared_norms(module, list(parts))
             now = (np.mean(norms) - norm) * workers / (workers - 1)
             variance = theta * variance + (1 - theta) * now
             square = theta * square + (1 - theta) * (norm - now / workers)
@@ -208,8 +200,8 @@ def by_hand(
             signal = max(square, 0.0)  # means of few steps may be less
             gain = (variance + signal) / (variance / workers + signal)
             with torch.no_grad():
-                for p, v, g in zip(parameters, velocity, mean, strict=True):
-                    v.mul_(0.9).add_(g)
+                for p, v in zip(parameters, velocity, strict=True):
+                    v.mul_(0.9).add_(p.grad)
                     p.sub_(gain * RATE[int(steps)] * v)
             steps += gain
             gains.append(gain)
@@ -246,30 +238,18 @@ def test_workers_of_unequal_rows_and_steps_of_several_minibatches_are_weighed_as
     job = make_job(mlp(), strategy=AdaScale(accumulate=2, decay=0.5), optimizer=SGD, epochs=1)
     outcome = run_world(job, data.shards(), ranks_as="processes")
     module = mlp().train()
-    parameters = list(module.parameters())
-    optimizer = SGD(parameters)
+    optimizer = SGD(module.parameters())
     plans = [batches_by_hand(data, worker, 1, 4) for worker in range(2)]
     noise, signal, worth, gain = 0.0, 0.0, 0.0, 1.0
     for start in range(0, 6, 2):
         parts = [part for plan in plans for part in plan[start : start + 2]]
         counts = [len(targets) for _, targets in parts]
-        rows, squares, mean = sum(counts), [], [torch.zeros_like(p) for p in parameters]
-        for features, targets in parts:
-            loss = nn.functional.cross_entropy(
-                module(torch.from_numpy(features)), torch.from_numpy(targets)
-            )
-            each = torch.autograd.grad(loss, parameters)
-            squares.append(sum(float(g.square().sum()) for g in each))
-            for total, g in zip(mean, each, strict=True):
-                total += g * len(targets) / rows
-        norm = sum(float(g.square().sum()) for g in mean)
+        rows, (squares, norm) = sum(counts), squared_norms(module, parts)
         now = (np.mean(squares) - norm) / (np.mean([1 / n for n in counts]) - 1 / rows)
         noise, signal = (noise + now) / 2, (signal + norm - now / rows) / 2
         kept = max(signal, 0.0)
         # At the end one worker has rows left for two minibatches, as many as for a step of its own.
         gain = (noise / 8 + kept) / (noise / rows + kept) if rows > 8 else 1.0
-        for parameter, g in zip(parameters, mean, strict=True):
-            parameter.grad = g
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * gain
         optimizer.step()

@@ -56,8 +56,10 @@ SPRINGS = ElasticAveraging(period=2, moving_rate=0.2)
                 replace(STRATEGY, barrier=barrier, scale_by_staleness=scaled),
                 MeanChange(DATA, 0.8, scale_by_staleness=scaled),
             )
-            for barrier in (ASP(), SSP(1), PSSP(1, 1), Softsync(2))
-            for scaled in (True, False)
+            for barrier, scaled in (
+                *((ASP(), True), (SSP(1), False)),
+                *((PSSP(1, 1), True), (Softsync(2), False)),
+            )
         ),
         (DELAYED, Delayed(DATA, 3, 0.7, 0.5)),
         # The third of three is left out of the first round.
@@ -68,8 +70,7 @@ SPRINGS = ElasticAveraging(period=2, moving_rate=0.2)
                 replace(SPRINGS, mode=mode, momentum=momentum),
                 Springs(0.2, momentum, looks_ahead=bool(momentum), reads=mode == "hogwild"),
             )
-            for mode in ("asynchronous", "hogwild", "round_robin")
-            for momentum in (0.0, 0.8)
+            for mode, momentum in (("asynchronous", 0.8), ("hogwild", 0.8), ("round_robin", 0.0))
         ),
     ],
 )

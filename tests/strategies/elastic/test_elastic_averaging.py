@@ -13,7 +13,6 @@ import pytest
 import torch
 import trainings
 from by_hand import Springs, in_step
-from by_keyword import center_of
 from every_row import every
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, windows_by_hand
@@ -21,9 +20,9 @@ from trainings import EVEN, Point, equal_rows, normed, parabola, slope
 
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
-from sparkdl.protocols import Batch, Segment
+from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.strategies import Contributions, ElasticAveraging, Run
+from sparkdl.strategies import ElasticAveraging, Run
 from sparkdl.strategies.elastic.springs import NesterovMomentum
 from sparkdl.testing import run_world
 
@@ -356,36 +355,6 @@ def test_hogwild_workers_wait_for_no_round_trip_but_an_epoch_s_last() -> None:
     assert said == [*between, ("last", 7)]
 
 
-def edge(lr: float, workers: int) -> float:
-    """The moving rate at which late clones on a parabola come apart, of their linear map.
-
-    Of a worker's place, the center, and the center a round before, which is what has been read.
-    """
-    stable, unstable = 0.0, 1.0
-    while unstable - stable > 1e-9:
-        rate = (stable + unstable) / 2
-        gain = workers * rate
-        step = np.array([[1 - lr - rate, 0.0, rate], [gain, 1.0, -gain], [0.0, 1.0, 0.0]])
-        if max(abs(np.linalg.eigvals(step))) < 1:
-            stable = rate
-        else:
-            unstable = rate
-    return stable
-
-
-@every(("lr", "workers"), [(0.1, 2), (0.5, 3)])
-def test_hogwild_springs_break_where_their_linear_map_does(lr: float, workers: int) -> None:
-    rate = edge(lr, workers)
-    for part, stable in ((0.98, True), (1.02, False)):
-        strategy = ElasticAveraging(1, part * rate, mode="hogwild")
-        assert (abs(train_clone(strategy, lr, workers, 1500).center) < 1.0) is stable
-
-
-def test_hogwild_springs_ring_without_any_learning_beyond_the_rate_that_is_refused() -> None:
-    for workers in (1, 2, 5):
-        assert edge(1e-7, workers) == pytest.approx(1 / workers, rel=1e-5)
-
-
 @every("momentum", [0.0, 0.7])
 @every("mode", ["synchronous", "asynchronous", "hogwild", "round_robin"])
 def test_what_leaves_the_replicas_arrives_in_the_center(mode: Any, momentum: float) -> None:
@@ -403,50 +372,3 @@ def test_what_leaves_the_replicas_arrives_in_the_center(mode: Any, momentum: flo
     moved = 0.1 * (1 - 2 + 5) * steps
     assert center + float(kept) == pytest.approx(4 * 4.0 - moved, rel=1e-12)
     assert len({float(each["own.0"]) for each in found}) == 3
-
-
-class Clones:
-    """A center and so many workers that do all alike, of which one trains.
-
-    Args:
-        strategy: theirs.
-        start: where all begin.
-        workers: how many they are.
-    """
-
-    def __init__(self, strategy: ElasticAveraging, start: float, workers: int) -> None:
-        layout = (Segment("parameters", torch.float64, 1),)
-        values = [torch.tensor([start], dtype=torch.float64)]
-        update = strategy.center_update
-        self.center = center_of(layout, values, workers, strategy.wire_format, update)
-        self._ranks = range(workers)
-
-    def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
-        total = self.center.open_sum(self._ranks)
-        for rank in self._ranks:
-            total.declare(rank, window.weight)
-            total.add(rank, 0, segments[0])
-        self.center.commit(Contributions((window.weight,) * len(self._ranks), len(self._ranks)))
-        segments[0].copy_(self.center.values[0])
-
-
-def distance(rate: float, lr: float, workers: int = 1) -> float:
-    """How far from the bottom of a parabola the center is after 400 steps, from 1 at the start."""
-    strategy = ElasticAveraging(1, moving_rate=rate)
-    clones = Clones(strategy, 1.0, workers)
-    replica = Replica(Point(1.0), partial(torch.optim.SGD, lr=lr), parabola)
-    run = Run(0, replica, clones, world_size=workers)  # type: ignore[arg-type]
-    row = torch.ones(1, 6, dtype=torch.float64), torch.zeros(1)
-    steps = (Batch((row[0],), row[1], last=step == 399) for step in range(400))
-    strategy.train_epoch(run, strategy.start(run), steps)
-    return abs(float(clones.center.values[0]))
-
-
-def test_the_edge_of_stability_of_three_in_step() -> None:
-    """(4 - 2 eta) / (2 + 2 p - p eta), where an eigenvalue of what they do together passes -1.
-
-    With s the workers' common place, (s, c) <- ((1 - eta - a) s + a c, p a s + (1 - p a) c).
-    """
-    edge = (4 - 2 * 0.5) / (2 + 2 * 3 - 3 * 0.5)
-    assert distance(0.98 * edge, 0.5, workers=3) < 1e-2
-    assert distance(1.015 * edge, 0.5, workers=3) > 1e1

@@ -21,7 +21,7 @@ from members import connected
 from misbehaving import ranks
 from torch import Tensor, nn
 from toys import classification, mlp
-from trainings import DATA, SIZES, Point, equal_rows, slope
+from trainings import DATA, SIZES
 from virtual_time import VirtualClock
 
 from sparkdl.averager import Averager
@@ -94,16 +94,6 @@ def test_rows_count_once_and_visits_move_the_bytes_of_the_formula(
     ways = {"pull": (0, 1), "push": (1, 0), "push_pull": (1, 1)}[mode]
     expected = [way * len(visits.made) * size for way in ways]
     assert [visits.octets["visitors"], visits.octets["hosts"]] == expected
-
-
-@every("topology", ["ring", "random"])
-def test_visits_both_ways_lose_nothing_of_what_any_worker_has_learned(topology: Any) -> None:
-    """On slopes of 1, -2, 5 each step takes that times the learning rate from the sum of all."""
-    strategy = GossipAveraging(1, "push_pull", topology)
-    sloping = job(Point(4.0), strategy=strategy, loss=slope, batch_size=1)
-    outcome = run_world(sloping, equal_rows(1.0, -2.0, 5.0, steps=9).shards())
-    moved = 0.1 * (1 - 2 + 5) * 9 * 3 / 3
-    assert outcome.module.place.item() == pytest.approx(4.0 - moved, rel=1e-12)
 
 
 def test_over_connections_that_are_encrypted_too() -> None:

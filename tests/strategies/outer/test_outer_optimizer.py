@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from sparkdl.testing import run_world
             )
         ),
         (OuterOptimizer(((1, 1), (2, 4)), SLOW_MOMENTUM), SGD),
-        *((strategy, inner) for strategy in STREAMS for inner in (SGD, MOMENTUM, ADAM)),
+        *zip(STREAMS, cycle([SGD, MOMENTUM, ADAM]), strict=False),
     ],
 )
 def test_it_is_the_algorithm_by_hand_on_unequal_shards(strategy: Any, inner: Any) -> None:
