@@ -52,7 +52,7 @@ HOSTILE = [
     "torch.nn.modules.container:ParameterDict",
     "torch.optim.lr_scheduler:warnings.warn",
     "sparkdl.spark.functions.run:run",
-    "sparkdl.checkpoint.object_spec:cloudpickle.loads",
+    "sparkdl.checkpoint.object_spec:pickle.loads",
     "sparkdl.testing:run_world",
     "",
     ":",
