@@ -16,6 +16,9 @@ from torch import nn
 from waiting import eventually
 
 from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
+from sparkdl.estimator.checks.building import build
+from sparkdl.estimator.checks.preflight import job_of
+from sparkdl.replica import Replica
 
 Refuse = Callable[..., str]
 """The fixture ``refuse``: (rows, error, *fragments of its message, **estimator_changes)."""
@@ -133,6 +136,11 @@ def estimator(**changes: Any) -> TorchEstimator:
         "timeout": 300.0,
     }
     return TorchEstimator(**{**settings, **changes})
+
+
+def built(model: Any, **changes: Any) -> Replica:
+    """The replica that a fit tries out, of what builds its model."""
+    return build(job_of(estimator(model=model, **changes)))
 
 
 def same_bits(first: TorchModel, second: TorchModel) -> bool:

@@ -16,10 +16,10 @@ from typing_extensions import Self
 
 from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.checkpoint.trust import TrustArgument
-from sparkdl.driver import Observers, Outcome, RunOptions, run
+from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
-from sparkdl.estimator.checks.row_checks import Checked, RowChecks
+from sparkdl.estimator.checks.row_checks import Checked, RowChecks, run_checked
 from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.in_stage import fit_in_stage, require_in_stage
@@ -178,7 +178,8 @@ class BaseEstimator(
 
     def _fit(self, dataset: DataFrame, warm_start: FittedModel | None = None) -> M:
         """Called by ``fit``; see the class."""
-        return self._trained(Params.copy(self), dataset, warm_start)
+        own = Params.copy(self)  # which nobody else changes while it is trained
+        return own._trained(own, dataset, warm_start)
 
     def _trained(
         self, settings: FitSettings, dataset: DataFrame, warm_start: FittedModel | None
@@ -211,25 +212,10 @@ class BaseEstimator(
         checkpoints = settings.checkpoint_policy(spark.sparkContext.applicationId)
         edge = EdgeOptions(host=host, advertised_host=advertised_host, ports=driver_ports(spark))
         with ProgressBar(settings.getEpochs(), visible=settings.getProgress()) as progress:
-            observers = Observers(
-                check=partial(checks.check, plan),
-                on_event=progress,
-                callbacks=settings.driver_callbacks(),
-                settings=settings_of(self),
+            start, shown = launch(plan.workers, plan.job), settings_of(self)
+            return run_checked(
+                plan, checks, start, checkpoints, edge, on_event=progress, settings=shown
             )
-            try:
-                outcome = run(
-                    plan.job,
-                    plan.workers.num_workers,
-                    launch(plan.workers, plan.job),
-                    RunOptions(checkpoints=checkpoints, warm_start=plan.warm_start, edge=edge),
-                    observers,
-                )
-            except CallbackError as error:
-                if isinstance(error.model, Outcome):
-                    error.model = error.model, checks.result()
-                raise
-        return outcome, checks.result()
 
     def _fitted(self, plan: FitPlan, outcome: Outcome, checked: Checked) -> M:
         recording = outcome.recording

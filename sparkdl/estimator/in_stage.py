@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver import Observers, Outcome, RunOptions, run
+from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError, TrainingError, WorkerLostError
 from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import FitPlan
-from sparkdl.estimator.checks.row_checks import Checked, RowChecks
+from sparkdl.estimator.checks.row_checks import Checked, RowChecks, run_checked
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.redaction import shown
 from sparkdl.report.recording import Recording
@@ -32,7 +32,6 @@ from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.beside import ForwardedLogs, error_fields, read_stage, readable
 from sparkdl.spark.launch.stage_task import StartWorkers
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.spark.session.session import keeps_rows_in_memory
 from sparkdl.untrusted import read
 from sparkdl.user_code.needed_modules import pickled
 
@@ -63,7 +62,6 @@ def fit_in_stage(plan: FitPlan, module: nn.Module) -> tuple[Outcome, Checked]:
     """
     workers, allowed, losses = plan.workers, plan.job.max_failures, 0
     spark = workers.frame.sparkSession
-    in_memory = keeps_rows_in_memory(spark, workers.store_in)
     checkpoints = plan.settings.checkpoint_policy(setting(spark, "spark.app.id"))
     if checkpoints is not None:
         # Executors have no JVM; what pyarrow cannot open is refused by name.
@@ -73,7 +71,8 @@ def fit_in_stage(plan: FitPlan, module: nn.Module) -> tuple[Outcome, Checked]:
     remote = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
     while True:
         serve, names = partial(_serve, remote, checkpoints), set[str]()
-        payload = pickled((job, workers.network, in_memory, workers.device, True, serve), names)
+        sent = (job, workers.network, workers.in_memory, workers.device, True, serve)
+        payload = pickled(sent, names)
         try:
             result, _ = read_stage(
                 workers,
@@ -125,11 +124,11 @@ def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
             f"allows {most / 1e6:.0f} MB: set it to more, and spark.driver.memory to several times "
             f"as much, or use {instead}"
         )
-    if plan.settings.getMinWorkers() > 1:
+    if plan.job.min_workers > 1:
         logger.warning(
             "minWorkers=%d has no effect with Spark Connect: Spark ends all workers if one is "
             "lost, and all start again",
-            plan.settings.getMinWorkers(),
+            plan.job.min_workers,
         )
 
 
@@ -158,38 +157,20 @@ def _serve(
         with RunService(averager, None, logs.show), workers(averager.address, averager.fail):
             yield
 
-    job, header = plan.job, dict[str, Any]()
-    edge = EdgeOptions(host=host, advertised_host=host)
+    header, edge = dict[str, Any](), EdgeOptions(host=host, advertised_host=host)
     with torch.inference_mode(False), compiler_deferred():
-        replica = build(
-            job.model,
-            job.optimizer,
-            job.loss,
-            job.seed,
-            clip_norm=job.clip_norm,
-            features_as_kwargs=job.features_as_kwargs,
-        )
-        checks = RowChecks(replica)
-        del replica  # only the checks hold it, until they need it no more
+        checks = RowChecks(build(plan.job))
         try:
-            outcome = run(
-                job,
-                plan.workers.num_workers,
-                launch,
-                RunOptions(checkpoints=checkpoints, warm_start=plan.warm_start, edge=edge),
-                Observers(
-                    check=partial(checks.check, plan), callbacks=plan.settings.driver_callbacks()
-                ),
-            )
+            outcome, checked = run_checked(plan, checks, launch, checkpoints, edge)
         except CallbackError as error:
-            if not isinstance(error.model, Outcome):
+            if error.model is None:
                 raise
-            outcome, header["error"] = error.model, error_fields(error)
+            (outcome, checked), header["error"] = error.model, error_fields(error)
     state = _state_of(outcome.module)
     header["outcome"] = {
         "recording": outcome.recording.as_json(),
         "stopped": outcome.stopped,
-        "checked": checks.result().as_json(),
+        "checked": checked.as_json(),
         "layout": _layout(state),
     }
     return header, [_bytes_of(each) for _, each in state]

@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def fed_columns(
-    settings: FitSettings, frame: DataFrame, module: nn.Module
+    settings: FitSettings, loss: LossFunction, frame: DataFrame, module: nn.Module
 ) -> tuple[FeedSchema, tuple[InputColumn, ...]]:
     """Look up the columns that a fit needs, and decide what they become.
 
     Args:
         settings: which columns, and what was declared about them.
+        loss: what the labels are for.
         frame: the DataFrame to fit.
         module: the model; fractions get the dtype of its parameters.
 
@@ -41,7 +42,6 @@ def fed_columns(
             held-out rows are specified in two ways.
         DataError: a column is missing, duplicated or of a type that cannot become a tensor.
     """
-    loss = settings.loss_function()
     head = head_of(loss)
     fractions = parameter_dtype(module)
     param = "featuresCol" if settings.getFeaturesCols() is None else "featuresCols"

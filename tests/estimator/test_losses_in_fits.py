@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from every_row import every
-from frames import estimator, frame, no_jobs
+from frames import built, estimator, frame, no_jobs
 from models import append_line, lines, task_rank
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 
 from sparkdl import LARS, GradientAllReduce
 from sparkdl.errors import ConfigError, DataError, ModelError
-from sparkdl.estimator.checks.building import LazyModelError, build
+from sparkdl.estimator.checks.building import LazyModelError
 from sparkdl.estimator.checks.preflight import (
     require_rate_counts,
     require_steady_state,
@@ -219,7 +219,7 @@ def test_several_optimizers_are_refused_with_where_to_write_such_a_loop(several:
         return several(torch.optim.SGD(half, lr=0.1) for half in (parameters[:1], parameters[1:]))
 
     with pytest.raises(ModelError, match=rf"builds a {several.__name__};.* sparkdl\.run"):
-        build(lambda: nn.Linear(2, 2), optimizers, nn.MSELoss(), 0)
+        built(lambda: nn.Linear(2, 2), optimizer=optimizers)
 
 
 def test_lazy_layers_are_told_from_other_models() -> None:
@@ -227,7 +227,7 @@ def test_lazy_layers_are_told_from_other_models() -> None:
         return nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())
 
     with pytest.raises(LazyModelError, match="calls it on a batch of zeros"):
-        build(model, partial(torch.optim.SGD, lr=0.1), nn.MSELoss(), 0)
+        built(model)
 
 
 def rates(optimizer: Any, **others: Any) -> list[float]:
@@ -286,7 +286,7 @@ def test_a_learning_rate_that_changes_nothing_is_refused(
 
 def test_an_optimizer_without_a_rate_is_answered_with_the_param_that_gives_one() -> None:
     with pytest.raises(ModelError, match=r"'lr'\. Give the optimizer .* learningRate"):
-        build(lambda: nn.Linear(2, 2), LARS, nn.MSELoss(), 0)
+        built(lambda: nn.Linear(2, 2), optimizer=LARS)
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -22,7 +22,7 @@ from tqdm import notebook
 
 from sparkdl import ParameterAveraging, TorchModel
 from sparkdl.averager.messages.run_events import WorkerTimes
-from sparkdl.callbacks import MLflow, TensorBoard, TrainingReport
+from sparkdl.callbacks import Callback, MLflow, TensorBoard, Training, TrainingReport
 from sparkdl.errors import ConfigError, DataError, ModelError, TrainingError
 from sparkdl.estimator import progress
 from sparkdl.estimator.progress import ProgressBar
@@ -114,6 +114,16 @@ def test_history_has_a_row_for_each_epoch_with_all_rows_and_the_rounds_and_nothi
     assert type(model.module) is nn.Sequential
     assert not model.module.training
     assert {str(p.device) for p in model.module.parameters()} == {"cpu"}
+
+
+def test_params_that_are_set_during_a_fit_are_of_the_next_one(spark: SparkSession) -> None:
+    class Renames(Callback):
+        def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+            given.setPredictionCol("another")
+
+    given = estimator(callbacks=[Renames()])
+    assert given.fit(frame(spark)).getPredictionCol() == "prediction"
+    assert given.getPredictionCol() == "another"
 
 
 def test_a_fit_goes_on_from_a_model_that_fits_and_trains_what_is_not_frozen(

@@ -195,7 +195,7 @@ def fit(
 
         return run(job, size, storm.over(launch), options, replace(observers, on_event=both))
 
-    with mock.patch("sparkdl.estimator.estimator.run", stormy):
+    with mock.patch("sparkdl.estimator.checks.row_checks.run", stormy):
         return estimator.fit(frame), jobs[0]
 
 

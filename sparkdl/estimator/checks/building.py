@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import torch
 from pyspark.sql import DataFrame
@@ -17,11 +16,12 @@ from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.params.converters import SEVERAL_OPTIMIZERS
 from sparkdl.estimator.schema import fed_columns
 from sparkdl.process.randomness import borrowed_random_numbers
-from sparkdl.protocols import UNKNOWN, LossFunction, ModelBuilder, OptimizerBuilder
+from sparkdl.protocols import UNKNOWN, LossFunction
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import has_lazy_parameters, initialized
 from sparkdl.replica.optimizer_state import NamedParameters, build_optimizer
 from sparkdl.user_code.tracebacks import message_of, text_of
+from sparkdl.worker import Job
 
 SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 _HOW_TO_BUILD = {
@@ -57,17 +57,8 @@ def reported(what: str, advice: str = "") -> Iterator[None]:
         raise ModelError(f"{what}: {told}") from error
 
 
-def build(
-    model: ModelBuilder, optimizer: OptimizerBuilder, loss: LossFunction, seed: int, **options: Any
-) -> Replica:
-    """Build the replica that will be tried out.
-
-    Args:
-        model: builds its module.
-        optimizer: builds its optimizer.
-        loss: its loss.
-        seed: for its initial parameters.
-        options: see ``Replica``.
+def build(job: Job) -> Replica:
+    """Build the replica of a job that will be tried out.
 
     Raises:
         LazyModelError: the model has to see a batch first.
@@ -75,7 +66,7 @@ def build(
     """
 
     def checked_model() -> nn.Module:
-        module = model()
+        module = job.model()
         if not isinstance(module, nn.Module):
             raise ModelError(f"model builds a {type(module).__name__}; it must return an nn.Module")
         if has_lazy_parameters(module):
@@ -83,7 +74,7 @@ def build(
         return module
 
     def checked_optimizer(named_parameters: NamedParameters) -> torch.optim.Optimizer:
-        built = build_optimizer(optimizer, named_parameters)
+        built = build_optimizer(job.optimizer, named_parameters)
         if not hasattr(built, "param_groups"):
             raise ModelError(
                 f"optimizer builds a {type(built).__name__}; it must return one "
@@ -91,10 +82,16 @@ def build(
             )
         return built
 
-    _require_nothing_to_train(loss)
+    _require_nothing_to_train(job.loss)
     with reported("the model or its optimizer cannot be built"):
-        with borrowed_random_numbers(seed):
-            replica = Replica(checked_model(), checked_optimizer, loss, **options)
+        with borrowed_random_numbers(job.seed):
+            replica = Replica(
+                checked_model(),
+                checked_optimizer,
+                job.loss,
+                clip_norm=job.clip_norm,
+                features_as_kwargs=job.features_as_kwargs,
+            )
         replica.module.train()
     return replica
 
@@ -120,32 +117,21 @@ class LazyModelError(ModelError):
         self.module = module
 
 
-def build_whole(
-    builder: ModelBuilder, settings: FitSettings, frame: DataFrame
-) -> tuple[ModelBuilder, Replica]:
+def build_whole(job: Job, settings: FitSettings, frame: DataFrame) -> tuple[Job, Replica]:
     """Build the replica to try out; lazy layers take their shapes from the first row.
 
     Args:
-        builder: builds the model.
+        job: what is to be trained.
         settings: the estimator's.
         frame: the DataFrame to fit.
 
     Returns:
-        A builder of the model with all of its parameters, and the replica.
+        The job, whose model has all of its parameters, and the replica.
     """
-    as_kwargs = settings.getFeaturesAs() == "kwargs"
-    built = partial(
-        build,
-        optimizer=settings.optimizer_builder(),
-        loss=settings.loss_function(),
-        seed=settings.getSeed(),
-        clip_norm=settings.getClipNorm(),
-        features_as_kwargs=as_kwargs,
-    )
     try:
-        return builder, built(builder)
+        return job, build(job)
     except LazyModelError as lazy:
-        schema, columns = fed_columns(settings, frame, lazy.module)
+        schema, columns = fed_columns(settings, job.loss, frame, lazy.module)
     # Without their own names: ``dropna`` parses them, and they may hold a backtick.
     values_only = [each.expression().alias(f"{at}") for at, each in enumerate(columns)]
     row = frame.select(values_only).dropna().first()
@@ -153,6 +139,6 @@ def build_whole(
     lengths = [len(value) if spec.row_shape == (UNKNOWN,) else None for spec, value in known]
     items = (len(value) for spec, value in known if spec.padding is not None)
     schema = schema if row is None else schema.of_lengths(lengths)
-    most = max(items, default=1) or 1
-    whole = partial(initialized, builder, schema, features_as_kwargs=as_kwargs, items=most)
-    return whole, built(whole)
+    longest = max(items, default=1) or 1
+    whole = replace(job, model=Initialized(job.model, schema, job.features_as_kwargs, longest))
+    return whole, build(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,12 @@ from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.outputs import MetricInputs
 from sparkdl.estimator.params.settings import described
 from sparkdl.estimator.schema import fed_columns
+from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.process.randomness import borrowed_random_numbers
-from sparkdl.protocols import LossFunction, OptimizerBuilder, SchedulerBuilder
+from sparkdl.protocols import OptimizerBuilder, SchedulerBuilder
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart
 from sparkdl.replica.optimizer_state import build_optimizer
@@ -54,6 +55,8 @@ from sparkdl.worker import Job
 
 logger = logging.getLogger(__name__)
 
+SENT = ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform", "metrics")
+"""Params whose values are sent to the executors."""
 REHEARSED_STEPS = 20
 """They take some milliseconds; state that grows late does so within a few steps."""
 
@@ -202,47 +205,49 @@ def plan_fit(
         ModelError: the model, loss or optimizer cannot be built or shipped.
     """
     require_frame(frame, to_end="Fit", connect=True)
-    for name in ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform"):
-        require_picklable(name, settings.getOrDefault(name))
-    given = settings.getCallbacks() or ()
-    callbacks = tuple(each for each in given if isinstance(each, WorkerCallback))
-    require_picklable("callbacks", list(callbacks))
-    require_picklable("metrics", settings.getMetrics())
-    strategy, loss = settings.getStrategy(), settings.loss_function()
-    builder = as_builder(settings.getModel())
-    builder, replica = build_whole(builder, settings, frame)
-    require_portable(replica.module, builder)
-    strategy.require_fits(replica)
+    job, spark = job_of(settings), frame.sparkSession
+    sent = {name: settings.getOrDefault(name) for name in SENT}
+    for name, value in {**sent, "callbacks": list(job.callbacks)}.items():
+        require_picklable(name, value)
+    job, replica = build_whole(job, settings, frame)
+    require_portable(replica.module, job.model)
+    job.strategy.require_fits(replica)
     start = None
     if warm_start is not None:
         start = WarmStart(warm_start)
         start.require_fits(replica.module)
-        builder = start.builder(builder, replica.module)
-    _check_schedule(settings, replica)
-    head = head_of(loss)
-    schema, columns = fed_columns(settings, frame, replica.module)
-    spark = frame.sparkSession
+        job = replace(job, model=start.builder(job.model, replica.module))
+    _check_schedule(settings, job, replica)
+    head = head_of(job.loss)
+    schema, columns = fed_columns(settings, job.loss, frame, replica.module)
     # What is wrong with these is said before slots are waited for.
     tls, metrics = encrypts_connections(spark, settings.getTls()), _metrics(settings, head)
-    workers = _workers(settings, loss, replica, frame, columns)
+    workers = _workers(settings, job, replica, frame, columns)
     # Memory may not have room for all rows twice.
-    kept = keeps_rows_in_memory(spark, settings.getStoreIn()) is None
-    job = Job(
-        model=builder,
-        loss=loss,
+    kept = workers.in_memory is None
+    feed = replace(job.feed, exchange_rows=workers.exchanged, keep_exchanged=kept)
+    job = replace(job, schema=schema, metrics=metrics, feed=feed, tls=tls)
+    return FitPlan(settings, job, workers, head, start), replica
+
+
+def job_of(settings: FitSettings) -> Job:
+    """What is trained, as far as the Params alone say it: its columns and rows are open."""
+    given = settings.getCallbacks() or ()
+    return Job(
+        model=as_builder(settings.getModel()),
+        loss=settings.loss_function(),
         optimizer=settings.optimizer_builder(),
         scheduler=settings.getScheduler(),
         scheduler_every=settings.getSchedulerEvery(),
-        strategy=strategy,
-        schema=schema,
+        strategy=settings.getStrategy(),
+        schema=FeedSchema((), ()),
         epochs=settings.getEpochs(),
         batch_size=settings.getBatchSize(),
         seed=settings.getSeed(),
         deadline_s=settings.getTimeout(),
         max_failures=settings.getMaxFailures(),
         min_workers=settings.getMinWorkers(),
-        callbacks=callbacks,
-        metrics=metrics,
+        callbacks=tuple(each for each in given if isinstance(each, WorkerCallback)),
         scheduler_metric=settings.getSchedulerMetric(),
         clip_norm=settings.getClipNorm(),
         precision=settings.getPrecision(),
@@ -253,49 +258,45 @@ def plan_fit(
             transform=settings.getBatchTransform(),
             group_by_length=settings.getGroupByLength(),
             skip_invalid=settings.getHandleInvalid() == "skip",
-            exchange_rows=workers.exchanged,
-            keep_exchanged=kept,
         ),
-        tls=tls,
     )
-    return FitPlan(settings, job, workers, head, start), replica
 
 
-def _check_schedule(settings: FitSettings, replica: Replica) -> None:
-    scheduler, rate = settings.getScheduler(), settings.getLearningRate()
-    schedule = require_schedule(replica.optimizer, scheduler, settings.getSchedulerEvery())
+def _check_schedule(settings: FitSettings, job: Job, replica: Replica) -> None:
+    rate = settings.getLearningRate()
+    schedule = require_schedule(replica.optimizer, job.scheduler, job.scheduler_every)
     if rate is not None:
         require_rate_counts(settings, replica, rate)
-    if settings.getStrategy().needs.exchanges_optimizer_state:
+    if job.strategy.needs.exchanges_optimizer_state:
         # A scheduler that follows losses changes only the learning rate.
-        steps = None if schedule.follows_epoch_losses else scheduler
-        require_steady_state(settings.optimizer_builder(), steps)
+        steps = None if schedule.follows_epoch_losses else job.scheduler
+        require_steady_state(job.optimizer, steps)
 
 
 def _workers(
     settings: FitSettings,
-    loss: LossFunction,
+    job: Job,
     replica: Replica,
     frame: DataFrame,
     columns: tuple[InputColumn, ...],
 ) -> Workers:
     """Where the workers run, and how they get which rows."""
-    spark, strategy, device = frame.sparkSession, settings.getStrategy(), settings.getDevice()
+    spark, strategy, device = frame.sparkSession, job.strategy, settings.getDevice()
     if is_of_connect(spark):
         require_static_allocation(spark)
     if strategy.needs.collective:
         require_trusted_network(spark, settings.getTls(), type(strategy).__name__)
     profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
     num_workers = choose_num_workers(spark, settings.getNumWorkers(), profile, ranks)
-    if settings.getMinWorkers() > num_workers:
+    if job.min_workers > num_workers:
         raise ConfigError(
-            f"minWorkers is {settings.getMinWorkers()}, but this fit has "
+            f"minWorkers is {job.min_workers}, but this fit has "
             f"{counted(num_workers, 'worker')}. Set it to at most {num_workers}"
         )
     strategy.require_workers(num_workers)
     if num_workers > 1 and replica.adds_losses:
         raise ConfigError(
-            f"{_name(loss)} has reduction='sum', and there are {num_workers} workers: the sum "
+            f"{_name(job.loss)} has reduction='sum', and there are {num_workers} workers: the sum "
             "over the rows of one is not that over all, nor is it a mean, which strategies can "
             "weigh. Use reduction='mean', with a smaller learning rate, or numWorkers=1"
         )
@@ -306,7 +307,7 @@ def _workers(
         shuffle=settings.getShuffleRows(),
         device=device,
         description=_describe(settings, num_workers),
-        store_in=settings.getStoreIn(),
+        in_memory=keeps_rows_in_memory(spark, settings.getStoreIn()),
         network=network_of(
             spark,
             interface=settings.getCollectiveInterface(),

@@ -6,12 +6,16 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from sparkdl.arguments import counted
-from sparkdl.errors import DataError
+from sparkdl.averager.service.server import EdgeOptions
+from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
+from sparkdl.errors import CallbackError, DataError
 from sparkdl.estimator.checks.preflight import FitPlan, require_steps
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
 from sparkdl.estimator.outputs import require_any_length
@@ -350,3 +354,39 @@ def _check_schedule(replica: Replica, job: Job, statistics: DataStatistics) -> N
     by_steps = job.scheduler_every == "step"
     steps = job.steps_before(job.epochs + 1, statistics.shard_rows) if by_steps else job.epochs - 1
     require_steps(replica.optimizer, job.scheduler, steps)
+
+
+def run_checked(
+    plan: FitPlan,
+    checks: RowChecks,
+    launch: Launch,
+    checkpoints: CheckpointPolicy | None,
+    edge: EdgeOptions,
+    **observers: Any,
+) -> tuple[Outcome, Checked]:
+    """Serve a fit, and check it against what its workers have read.
+
+    Args:
+        plan: of the fit.
+        checks: hold a replica to try out.
+        launch: starts the workers; see ``driver.run``.
+        checkpoints: where to write them, and whether to resume from one.
+        edge: where the averager listens.
+        observers: others than the checks and the callbacks; see ``driver.Observers``.
+
+    Returns:
+        The outcome, and what only the rows could tell; so is the ``model`` of a CallbackError.
+
+    Raises:
+        SparkDLError: as ``driver.run``.
+    """
+    options = RunOptions(checkpoints=checkpoints, warm_start=plan.warm_start, edge=edge)
+    callbacks, check = plan.settings.driver_callbacks(), partial(checks.check, plan)
+    followed = Observers(check=check, callbacks=callbacks, **observers)
+    try:
+        outcome = run(plan.job, plan.workers.num_workers, launch, options, followed)
+    except CallbackError as error:
+        if isinstance(error.model, Outcome):
+            error.model = error.model, checks.result()
+        raise
+    return outcome, checks.result()

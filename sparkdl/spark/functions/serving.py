@@ -76,7 +76,8 @@ def with_rows(
     require_distinct(specs)
     for column, spec in zip(columns, specs, strict=True):
         logger.info("column '%s' (%s) becomes %s", column.name, column.type_name, spec.dtype)
-    workers = replace(workers, frame=df, columns=columns, shuffle=shuffle, store_in=store_in)
+    in_memory = keeps_rows_in_memory(df.sparkSession, store_in)
+    workers = replace(workers, frame=df, columns=columns, shuffle=shuffle, in_memory=in_memory)
     feeding = Feeding(
         schema=FeedSchema(specs, label=(), by_name=True),
         seed=seed,
@@ -84,7 +85,7 @@ def with_rows(
             exchange_rows=workers.exchanged,
             group_by_length=group_by_length,
         ),
-        in_memory=keeps_rows_in_memory(df.sparkSession, store_in),
+        in_memory=in_memory,
     )
     return workers, feeding
 

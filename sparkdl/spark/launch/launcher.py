@@ -39,7 +39,6 @@ from sparkdl.spark.launch.environments import setup_error, task_of
 from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
-from sparkdl.spark.session.session import keeps_rows_in_memory
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.needed_modules import pickled
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
@@ -58,9 +57,9 @@ _UNREACHABLE = re.compile(
 
 def launch(workers: Workers, job: Job) -> Launch:
     """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
-    spark = workers.frame.sparkSession
-    names, in_memory = set[str](), keeps_rows_in_memory(spark, workers.store_in)
-    payload = pickled((job, workers.network, in_memory, workers.device, echoes(spark)), names)
+    spark, names = workers.frame.sparkSession, set[str]()
+    sent = (job, workers.network, workers.in_memory, workers.device, echoes(spark))
+    payload = pickled(sent, names)
     shipment = ship(names, spark) if workers.ship_modules else None
 
     @contextmanager

@@ -53,7 +53,7 @@ class Workers:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         description: shown in the Spark UI.
         network: how they reach each other.
-        store_in: where they keep their rows: ``disk`` or ``memory``.
+        in_memory: what demands that their rows are never on a disk; None if nothing does.
         ranks_a_task: ranks per task; divides ``num_workers``.
         ship_modules: whether the user's own modules are sent to them.
     """
@@ -65,7 +65,7 @@ class Workers:
     device: str
     description: str
     network: Network
-    store_in: str = "disk"
+    in_memory: str | None = None
     ranks_a_task: int = 1
     ship_modules: bool = True
 

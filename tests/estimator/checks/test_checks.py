@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
-from frames import CLASSES, WIDTH, estimator, frame
+from frames import CLASSES, WIDTH, built, estimator, frame
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ import sparkdl
 from sparkdl import ParameterAveraging
 from sparkdl.callbacks import TrainingReport
 from sparkdl.errors import ConfigError, DataError, ModelError
-from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.checks.probe import Trial
 from sparkdl.estimator.checks.row_checks import (
@@ -49,7 +48,7 @@ LABEL = ColumnSpec("label", torch.int64)
 
 
 def refusal(model: type[nn.Module], *features: ColumnSpec, **found: Any) -> str:
-    replica = build(model, partial(torch.optim.SGD, lr=0.1), nn.CrossEntropyLoss(), 0)
+    replica = built(model)
     statistics = [ColumnStatistics(smallest=0, largest=1, **found) for _ in (*features, LABEL)]
     with pytest.raises(ModelError) as caught:
         Trial(replica, FeedSchema(features, LABEL), statistics).step(Head.LOGITS)

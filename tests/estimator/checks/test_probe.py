@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from every_row import every
+from frames import built
 from models import OwnLoss
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from toys import mlp
 
 from sparkdl.errors import ModelError
-from sparkdl.estimator.checks.building import build
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
 from sparkdl.estimator.head import head_of
 from sparkdl.feed.columns.schema import FeedSchema
@@ -44,13 +44,8 @@ def tried(
     columns = features or (FEATURES,)
     schema = FeedSchema(columns, LABEL, validation=HELD_OUT if validated else None, by_name=by_name)
     statistics = [*(ColumnStatistics() for _ in columns), ColumnStatistics(smallest=0, largest=2)]
-    replica = build(
-        lambda: model,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        loss,
-        0,
-        features_as_kwargs=as_kwargs,
-    )
+    taken = "kwargs" if as_kwargs else "tensor"
+    replica = built(lambda: model, loss=loss, featuresAs=taken)
     return Trial(replica, schema, statistics).step(head_of(loss))
 
 
@@ -246,31 +241,27 @@ def test_a_model_that_keeps_what_it_once_computed_still_has_its_backward_pass() 
     assert model.training
 
 
-def built_by(model: Any) -> None:
-    build(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), nn.CrossEntropyLoss(), 0)
-
-
 def test_a_model_that_cannot_be_put_into_training_mode_is_refused() -> None:
     class Exported(nn.Linear):
         def train(self, mode: bool = True) -> Any:
             raise NotImplementedError("Calling train() is not supported yet.")
 
     with pytest.raises(ModelError, match=r"cannot be built: .*Calling train\(\) is not supported"):
-        built_by(lambda: Exported(4, 3))
+        built(lambda: Exported(4, 3))
 
 
 def test_a_model_that_cannot_be_copied_is_wanted_as_a_function() -> None:
     model = nn.Linear(4, 3)
     prune.l1_unstructured(model, "weight", amount=0.5)
     with pytest.raises(ModelError, match=r"Give a function as model that builds it, instead of"):
-        built_by(partial(copy.deepcopy, model))
+        built(partial(copy.deepcopy, model))
 
 
 def test_a_model_that_wants_a_process_group_is_told_that_the_strategy_has_one() -> None:
     with pytest.raises(
         ModelError, match=r"init_process_group\. The strategy .* remove Distributed"
     ):
-        built_by(lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
+        built(lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
 
 
 @every(
@@ -286,8 +277,6 @@ def test_a_model_that_wants_a_process_group_is_told_that_the_strategy_has_one() 
 def test_a_label_that_the_loss_leaves_out_need_be_no_class(loss: Any, label: int) -> None:
     schema = FeedSchema((FEATURES,), LABEL)
     labels = ColumnStatistics(smallest=min(0, label), largest=max(2, label))
-    replica = build(
-        lambda: nn.Linear(4, 3), lambda each: torch.optim.SGD(each, lr=0.1), loss, seed=0
-    )
+    replica = built(lambda: nn.Linear(4, 3), loss=loss)
     outputs = Trial(replica, schema, [ColumnStatistics(), labels]).step(head_of(loss))
     assert outputs.shape == (ROWS, 3)
