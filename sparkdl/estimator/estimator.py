@@ -209,13 +209,10 @@ class BaseEstimator(
     def _train(self, plan: FitPlan, checks: RowChecks) -> tuple[Outcome, Checked]:
         spark, settings = plan.workers.frame.sparkSession, plan.settings
         host, advertised_host = driver_hosts(spark)
-        checkpoints = settings.checkpoint_policy(spark.sparkContext.applicationId)
         edge = EdgeOptions(host=host, advertised_host=advertised_host, ports=driver_ports(spark))
         with ProgressBar(settings.getEpochs(), visible=settings.getProgress()) as progress:
             start, shown = launch(plan.workers, plan.job), settings_of(self)
-            return run_checked(
-                plan, checks, start, checkpoints, edge, on_event=progress, settings=shown
-            )
+            return run_checked(plan, checks, start, edge, on_event=progress, settings=shown)
 
     def _fitted(self, plan: FitPlan, outcome: Outcome, checked: Checked) -> M:
         recording = outcome.recording

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError, TrainingError, WorkerLostError
 from sparkdl.estimator.checks.building import build
@@ -27,7 +26,7 @@ from sparkdl.estimator.checks.row_checks import Checked, RowChecks, run_checked
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.redaction import shown
 from sparkdl.report.recording import Recording
-from sparkdl.spark.catalyst.jvm import setting, size_setting
+from sparkdl.spark.catalyst.jvm import size_setting
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.beside import ForwardedLogs, error_fields, read_stage, readable
 from sparkdl.spark.launch.stage_task import StartWorkers
@@ -62,7 +61,7 @@ def fit_in_stage(plan: FitPlan, module: nn.Module) -> tuple[Outcome, Checked]:
     """
     workers, allowed, losses = plan.workers, plan.job.max_failures, 0
     spark = workers.frame.sparkSession
-    checkpoints = plan.settings.checkpoint_policy(setting(spark, "spark.app.id"))
+    checkpoints = plan.checkpoints
     if checkpoints is not None:
         # Executors have no JVM; what pyarrow cannot open is refused by name.
         checkpoints = replace(checkpoints, open_elsewhere=None, training=uuid.uuid4().hex)
@@ -70,7 +69,7 @@ def fit_in_stage(plan: FitPlan, module: nn.Module) -> tuple[Outcome, Checked]:
     job = replace(plan.job, max_failures=0, min_workers=1)
     remote = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
     while True:
-        serve, names = partial(_serve, remote, checkpoints), set[str]()
+        serve, names = partial(_serve, replace(remote, checkpoints=checkpoints)), set[str]()
         sent = (job, workers.network, workers.in_memory, workers.device, True, serve)
         payload = pickled(sent, names)
         try:
@@ -133,17 +132,12 @@ def require_in_stage(plan: FitPlan, module: nn.Module) -> None:
 
 
 def _serve(
-    plan: FitPlan,
-    checkpoints: CheckpointPolicy | None,
-    host: str,
-    workers: StartWorkers,
-    logs: ForwardedLogs,
+    plan: FitPlan, host: str, workers: StartWorkers, logs: ForwardedLogs
 ) -> tuple[dict[str, Any], Iterable[memoryview]]:
     """Serve a fit in the first task; the last arguments are those of a ``stage_task.Serve``.
 
     Args:
         plan: of the fit, without the DataFrame.
-        checkpoints: where to write them, and whether to resume from one.
         host: this one's name.
         workers: starts them.
         logs: keeps what they print.
@@ -161,7 +155,7 @@ def _serve(
     with torch.inference_mode(False), compiler_deferred():
         checks = RowChecks(build(plan.job))
         try:
-            outcome, checked = run_checked(plan, checks, launch, checkpoints, edge)
+            outcome, checked = run_checked(plan, checks, launch, edge)
         except CallbackError as error:
             if error.model is None:
                 raise

@@ -14,6 +14,7 @@ from torch import nn
 
 from sparkdl.arguments import counted
 from sparkdl.callbacks import WorkerCallback
+from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, ModelError, TrainingError
@@ -33,7 +34,7 @@ from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart
 from sparkdl.replica.optimizer_state import build_optimizer
 from sparkdl.replica.schedule import Schedule, Unit
-from sparkdl.spark.catalyst.jvm import is_of_connect
+from sparkdl.spark.catalyst.jvm import is_of_connect, setting
 from sparkdl.spark.closures.pickling import require_picklable
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import (
@@ -174,6 +175,7 @@ class FitPlan:
         job: what every worker trains.
         workers: where they run, and on which rows.
         head: what the model's outputs mean.
+        checkpoints: where to write them, and whether to resume from one; None for none.
         warm_start: values to start from; None for new ones.
     """
 
@@ -181,6 +183,7 @@ class FitPlan:
     job: Job
     workers: Workers
     head: Head
+    checkpoints: CheckpointPolicy | None
     warm_start: WarmStart | None
 
 
@@ -227,7 +230,8 @@ def plan_fit(
     kept = workers.in_memory is None
     feed = replace(job.feed, exchange_rows=workers.exchanged, keep_exchanged=kept)
     job = replace(job, schema=schema, metrics=metrics, feed=feed, tls=tls)
-    return FitPlan(settings, job, workers, head, start), replica
+    checkpoints = settings.checkpoint_policy(setting(spark, "spark.app.id"))
+    return FitPlan(settings, job, workers, head, checkpoints, start), replica
 
 
 def job_of(settings: FitSettings) -> Job:

@@ -13,7 +13,6 @@ import torch
 
 from sparkdl.arguments import counted
 from sparkdl.averager.service.server import EdgeOptions
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.errors import CallbackError, DataError
 from sparkdl.estimator.checks.preflight import FitPlan, require_steps
@@ -357,12 +356,7 @@ def _check_schedule(replica: Replica, job: Job, statistics: DataStatistics) -> N
 
 
 def run_checked(
-    plan: FitPlan,
-    checks: RowChecks,
-    launch: Launch,
-    checkpoints: CheckpointPolicy | None,
-    edge: EdgeOptions,
-    **observers: Any,
+    plan: FitPlan, checks: RowChecks, launch: Launch, edge: EdgeOptions, **observers: Any
 ) -> tuple[Outcome, Checked]:
     """Serve a fit, and check it against what its workers have read.
 
@@ -370,7 +364,6 @@ def run_checked(
         plan: of the fit.
         checks: hold a replica to try out.
         launch: starts the workers; see ``driver.run``.
-        checkpoints: where to write them, and whether to resume from one.
         edge: where the averager listens.
         observers: others than the checks and the callbacks; see ``driver.Observers``.
 
@@ -380,7 +373,7 @@ def run_checked(
     Raises:
         SparkDLError: as ``driver.run``.
     """
-    options = RunOptions(checkpoints=checkpoints, warm_start=plan.warm_start, edge=edge)
+    options = RunOptions(checkpoints=plan.checkpoints, warm_start=plan.warm_start, edge=edge)
     callbacks, check = plan.settings.driver_callbacks(), partial(checks.check, plan)
     followed = Observers(check=check, callbacks=callbacks, **observers)
     try:
