@@ -39,7 +39,7 @@ from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.cluster.network import driver_ports
-from sparkdl.spark.cluster.slots import gpu_profile, queued
+from sparkdl.spark.cluster.slots import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
 from sparkdl.strategies import ParameterAveraging
@@ -198,7 +198,7 @@ class BaseEstimator(
             else:
                 train = partial(self._train, plan, RowChecks(replica))
             del replica  # only the checks hold it, until they need it no more
-            with queued(spark, workers.num_tasks, gpu_profile(spark, workers.device)):
+            with queued(spark, workers.num_tasks, workers.profile):
                 try:
                     return self._fitted(plan, *train())
                 except CallbackError as error:

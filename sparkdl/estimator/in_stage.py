@@ -67,7 +67,8 @@ def fit_in_stage(plan: FitPlan, module: nn.Module) -> tuple[Outcome, Checked]:
         checkpoints = replace(checkpoints, open_elsewhere=None, training=uuid.uuid4().hex)
     # Spark ends all workers with one.
     job = replace(plan.job, max_failures=0, min_workers=1)
-    remote = replace(plan, job=job, workers=replace(workers, frame=None))  # type: ignore[arg-type]
+    there = replace(workers, frame=None, profile=None)  # type: ignore[arg-type]
+    remote = replace(plan, job=job, workers=there)
     while True:
         serve, names = partial(_serve, replace(remote, checkpoints=checkpoints)), set[str]()
         sent = (job, workers.network, workers.in_memory, workers.device, True, serve)

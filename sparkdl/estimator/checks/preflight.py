@@ -318,6 +318,7 @@ def _workers(
             ports=settings.getCollectivePorts(),
         ),
         ranks_a_task=ranks,
+        profile=profile,
         ship_modules=settings.getShipModules(),
     )
 

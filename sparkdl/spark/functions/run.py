@@ -26,7 +26,6 @@ from sparkdl.spark.closures.pickling import pickled_or_refused
 from sparkdl.spark.cluster.network import driver_ports
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
-    gpu_profile,
     queued,
     require_free_slots,
     require_static_allocation,
@@ -181,10 +180,9 @@ def run_call(
         See ``run``.
     """
     spark, num_workers = workers.frame.sparkSession, workers.num_workers
-    ranks = workers.ranks_a_task
+    profile, ranks = workers.profile, workers.ranks_a_task
     if is_of_connect(spark):
         require_static_allocation(spark)
-    profile = gpu_profile(spark, workers.device)
     name = "num_processes" if tasks_are_nodes else "num_workers"
     choose_num_workers(spark, num_workers, profile, ranks, name)
     require_trusted_network(spark, False, "what sparkdl.run calls")

@@ -20,7 +20,7 @@ from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.run_jobs import RunJobs
-from sparkdl.spark.cluster.slots import ranks_a_task
+from sparkdl.spark.cluster.slots import gpu_profile, ranks_a_task
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.run_service import RunService, named
 from sparkdl.spark.functions.task import Feeding
@@ -48,6 +48,7 @@ def workers_of(spark: SparkSession, num_workers: int, device: str, ship_modules:
         description="",
         network=network_of(spark),
         ranks_a_task=ranks,
+        profile=gpu_profile(spark, device),
         ship_modules=ship_modules,
     )
 

@@ -24,7 +24,7 @@ from sparkdl.feed.statistics.shards import NO_ROWS
 from sparkdl.spark.catalyst.jvm import end_of_jvm
 from sparkdl.spark.closures.sending import lent
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
-from sparkdl.spark.cluster.slots import gpu_profile, require_free_slots
+from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import display, echoes
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.task_failures import (
@@ -76,8 +76,8 @@ def launch(workers: Workers, job: Job) -> Launch:
             f"{averager.address.uri}",
         )
         if job.strategy.needs.collective:
-            profile = gpu_profile(spark, workers.device)
-            require_free_slots(spark, workers.num_tasks, profile, workers.ranks_a_task)
+            tasks, ranks = workers.num_tasks, workers.ranks_a_task
+            require_free_slots(spark, tasks, workers.profile, ranks)
         with (
             RunService(averager, None, display(spark)) as console,
             running,

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TypeVar
 
 import pyarrow as pa
+from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
@@ -26,7 +27,6 @@ from sparkdl.spark.catalyst.core import RDD
 from sparkdl.spark.catalyst.jvm import is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, in_partitions, moved, planned
 from sparkdl.spark.catalyst.versions import on_tasks
-from sparkdl.spark.cluster.slots import gpu_profile
 from sparkdl.spark.launch.assignment import OUTPUT_DDL
 from sparkdl.spark.rows.columns import InputColumn, quoted
 from sparkdl.spark.rows.packing import packed, small_record_batches
@@ -55,6 +55,7 @@ class Workers:
         network: how they reach each other.
         in_memory: what demands that their rows are never on a disk; None if nothing does.
         ranks_a_task: ranks per task; divides ``num_workers``.
+        profile: what each task needs; None for what the session's settings say.
         ship_modules: whether the user's own modules are sent to them.
     """
 
@@ -67,6 +68,7 @@ class Workers:
     network: Network
     in_memory: str | None = None
     ranks_a_task: int = 1
+    profile: ResourceProfile | None = None
     ship_modules: bool = True
 
     @property
@@ -155,7 +157,7 @@ def run_tasks(workers: Workers, task: Task, read: Callable[[DataFrame | RDD[Row]
         What ``read`` returns.
     """
     spark = workers.frame.sparkSession
-    profile, barrier = gpu_profile(spark, workers.device), is_of_connect(spark)
     frame = worker_frame(workers) if workers.columns else workers.frame
+    barrier = is_of_connect(spark)
     with small_record_batches(spark):
-        return read(on_tasks(frame, task, OUTPUT_DDL, barrier=barrier, profile=profile))
+        return read(on_tasks(frame, task, OUTPUT_DDL, barrier=barrier, profile=workers.profile))
