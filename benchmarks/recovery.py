@@ -130,7 +130,7 @@ def epochs_of_each_kind(epochs: int) -> dict[str, list[float]]:
             )
             with (
                 mock.patch("sparkdl.spark.launch.launcher.watched", switch.watched),
-                mock.patch("sparkdl.estimator.estimator.run", switch.run),
+                mock.patch("sparkdl.estimator.checks.row_checks.run", switch.run),
             ):
                 history = estimator.fit(rows).history
     finally:

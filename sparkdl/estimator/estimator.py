@@ -15,6 +15,7 @@ from pyspark.sql import DataFrame
 from typing_extensions import Self
 
 from sparkdl.averager.service.server import EdgeOptions
+from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError
@@ -217,18 +218,17 @@ class BaseEstimator(
     def _fitted(self, plan: FitPlan, outcome: Outcome, checked: Checked) -> M:
         recording = outcome.recording
         recording.setup = replace(recording.setup, settings=settings_of(self))
-        model = self._model(
-            outcome.module,
-            checked.features,
+        made_of = SavedModule(
+            module=outcome.module,
             builder=plan.settings.getModel(),
-            head=plan.head,
+            features=checked.features,
+            head=plan.head.value,
             widths=checked.widths,
+            history=outcome.history,
             labels=checked.labels,
             loss=plan.job.loss,
-            history=outcome.history,
-            summary=TrainingSummary(recording),
         )
-        return self._copyValues(model)
+        return self._copyValues(self._model(made_of, TrainingSummary(recording)))
 
 
 @constructor()

@@ -12,7 +12,6 @@ import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
-from torch import nn
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
@@ -25,10 +24,9 @@ from sparkdl.estimator.outputs import MetricInputs, SharedParams
 from sparkdl.estimator.params.columns import InferenceParams
 from sparkdl.estimator.persistence import ModelWriter, StageReader
 from sparkdl.estimator.schema import scalar_column
-from sparkdl.events import EpochSummary, MetricValue
+from sparkdl.events import MetricValue
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
-from sparkdl.outputs import Widths
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.replica.losses import ModelLoss
@@ -65,31 +63,18 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         history: one ``EpochSummary`` per epoch of training.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        features: Sequence[ColumnSpec],
-        *,
-        builder: Any,
-        head: Head,
-        widths: Widths,
-        history: Sequence[EpochSummary],
-        labels: Sequence[ColumnSpec] = (),
-        loss: LossFunction | None = None,
-        summary: TrainingSummary | None = None,
-    ) -> None:
+    def __init__(self, made_of: SavedModule, summary: TrainingSummary | None = None) -> None:
         super().__init__()
         self._summary = summary
-        self.module = module
-        self.history = list(history)
-        self._features = tuple(features)
-        self._labels = tuple(labels)
-        self._loss = loss
-        self._builder = builder
-        self._head = head
-        self._widths = widths
+        self.module, self.history = made_of.module, list(made_of.history)
+        # Without the module, which the user may replace.
+        self._made_of = replace(made_of, module=None)  # type: ignore[arg-type]
         self._sharing = ModelSharing()
         self._set_declared_defaults()
+
+    @property
+    def _head(self) -> Head:
+        return Head(self._made_of.head)
 
     @property
     def hasSummary(self) -> bool:
@@ -127,9 +112,10 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         """
         spark = require_session(connect=True)
         require_end(spark)
-        outputs = self.predicted_columns(self._head, self._widths)
-        predictor = self._predictor(outputs, [each.name for each in self._features], spark)
-        return predict_function(predictor, self._features)
+        outputs = self.predicted_columns(self._head, self._made_of.widths)
+        features = self._made_of.features
+        predictor = self._predictor(outputs, [each.name for each in features], spark)
+        return predict_function(predictor, features)
 
     def _predictor(
         self,
@@ -144,7 +130,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         return Predictor(
             model=self._sharing.share(
                 self.module,
-                self._builder,
+                self._made_of.builder,
                 spark,
                 ship_modules=self.getShipModules(),
                 used=used,
@@ -172,7 +158,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add the predictions to every row, in the rows' order."""
         require_frame(dataset, connect=True)
-        outputs = self.predicted_columns(self._head, self._widths)
+        outputs = self.predicted_columns(self._head, self._made_of.widths)
         score = self.getLossCol()
         if score is not None:
             outputs = [*outputs, OutputColumn(score, None, not_of_one_output, False)]
@@ -202,17 +188,18 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         return added.drop(*(set(rows.columns) - set(dataset.columns)))
 
     def _loss_of_rows(self) -> LossFunction:
-        if self._loss is None:
+        loss: LossFunction | None = self._made_of.loss
+        if loss is None:
             raise ConfigError(
                 f"lossCol='{self.getLossCol()}' needs the loss, which the model does not have: "
                 "set lossCol before saving a model, or pass loss=... to from_module"
             )
-        if isinstance(self._loss, ModelLoss):
+        if isinstance(loss, ModelLoss):
             raise ConfigError(
                 "lossCol cannot be combined with loss='model': a model that computes its own "
                 "loss gives no value per row. Drop one of the two"
             )
-        return self._loss
+        return loss
 
     def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
         """The rows, perhaps with added columns, and the columns of their labels."""
@@ -224,7 +211,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         rows, names = self._label_rows(dataset)
         param = "labelCols" if several else "labelCol"
         columns = input_columns(rows, names, param)
-        specs = label_tensors(rows, columns, self._labels, self._head)
+        specs = label_tensors(rows, columns, self._made_of.labels, self._head)
         return rows, columns, Labels(specs, as_one=not several)
 
     @jvm_named()
@@ -275,32 +262,24 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
 
     def _inputs(self, dataset: DataFrame) -> tuple[list[InputColumn], list[ColumnSpec]]:
         """The feature columns of a DataFrame, and the tensors that they become."""
-        names = self.feature_columns()
-        if len(names) != len(self._features):
+        names, features = self.feature_columns(), self._made_of.features
+        if len(names) != len(features):
             raise ConfigError(
-                f"the model takes {counted(len(self._features), 'feature column')}, not "
-                f"{len(names)}: {', '.join(names)}"
+                f"the model takes {counted(len(features), 'feature column')}, not {len(names)}: "
+                f"{', '.join(names)}"
             )
         columns = input_columns(dataset, names, "featuresCol")
         # Named as in training: a model that takes a dict expects those names.
         specs = [
             replace(column.as_trained(trained), name=trained.name)
-            for column, trained in zip(columns, self._features, strict=True)
+            for column, trained in zip(columns, features, strict=True)
         ]
         return columns, specs
 
     def write(self) -> ModelWriter:
         """A writer: ``model.write().overwrite().save(path)``."""
-        saved = SavedModule(
-            module=self.module,
-            builder=self._builder,
-            features=self._features,
-            head=self._head.value,
-            widths=self._widths,
-            history=self.history,
-            labels=self._labels,
-            loss=None if self.getLossCol() is None else self._loss,
-        )
+        loss = None if self.getLossCol() is None else self._made_of.loss
+        saved = replace(self._made_of, module=self.module, history=self.history, loss=loss)
         return ModelWriter(self, saved)
 
     @classmethod
@@ -331,16 +310,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             raise ConfigError(
                 f"the saved model declares an unknown meaning of its outputs: {saved.head!r}"
             )
-        return cls(
-            saved.module,
-            saved.features,
-            builder=saved.builder,
-            head=Head(saved.head),
-            widths=saved.widths,
-            history=saved.history,
-            labels=saved.labels,
-            loss=saved.loss,
-        )
+        return cls(saved)
 
     def copy(self, extra: Any = None) -> Self:
         """A copy with other Params; it shares the module, on the executors too."""

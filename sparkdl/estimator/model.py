@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.export import ExportedProgram
 
+from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
@@ -83,9 +85,8 @@ class TorchModel(FittedModel, ChosenOutputs):
         """
         module = as_module(module)
         loss = optional(function("loss", "a function of (outputs, targets)"))(loss)
-        taking = cls(
-            module, (), builder=module, head=head_of(loss), widths={}, history=[], loss=loss
-        )
+        made_of = SavedModule(module, module, (), head_of(loss).value, {}, (), loss=loss)
+        taking = cls(made_of)
         unknown = [name for name in params if not taking.hasParam(name)]
         if unknown:
             raise ConfigError(
@@ -106,17 +107,14 @@ class TorchModel(FittedModel, ChosenOutputs):
             None, None, imageCols or None, imageSize, imageFit, imageScale, padCols, padInputs
         )
         overrides.require_known(list(features))
-        taking._features = tuple(specs_of(features, overrides))
-        if taken != "tensor":
-            require_distinct(taking._features)
-        taking._widths = output_widths(
-            module,
-            features,
-            taking._features,
-            by_name=taken != "tensor",
-            as_kwargs=taken == "kwargs",
+        specs, by_name = tuple(specs_of(features, overrides)), taken != "tensor"
+        if by_name:
+            require_distinct(specs)
+        widths = output_widths(
+            module, features, specs, by_name=by_name, as_kwargs=taken == "kwargs"
         )
-        taking.predicted_columns(taking._head, taking._widths)
+        taking._made_of = replace(taking._made_of, features=specs, widths=widths)
+        taking.predicted_columns(taking._head, widths)
         return taking
 
     @jvm_named()
@@ -179,19 +177,19 @@ class TorchModel(FittedModel, ChosenOutputs):
         from sparkdl.volumes.run import transform_volume
 
         spark = require_session()
-        if len(self._features) != 1:
+        features = self._made_of.features
+        if len(features) != 1:
             raise ConfigError(
-                f"transform_volume gives the model one tensor, but it takes {len(self._features)}"
+                f"transform_volume gives the model one tensor, but it takes {len(features)}"
             )
         if self.getOutputType() in ("class", "probability"):
             raise ConfigError(
                 f"outputType='{self.getOutputType()}' is for columns. Have the module end with "
                 "softmax or sigmoid, or use reduce='argmax'"
             )
-        names = [each.name for each in self._features]
         key = self.output_keys().get(self.getPredictionCol())
-        predictor = self._predictor((), names, spark)
-        model = PatchModel(predictor, self._features[0], key)
+        predictor = self._predictor((), [features[0].name], spark)
+        model = PatchModel(predictor, features[0], key)
         return transform_volume(
             spark,
             self.module,

@@ -21,8 +21,8 @@ from sequence_models import WORDS, Bag, EachItem, Named, alone, label_of, mean_o
 from torch import Tensor, nn
 
 from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
+from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.errors import ConfigError, DataError, ModelError
-from sparkdl.estimator.head import Head
 
 IDS = range(60)
 BOTH = {"prediction": "logits", "embedding": "pooled"}
@@ -179,9 +179,7 @@ def test_columns_that_a_models_own_loss_cannot_have_are_refused_before_any_job(
 
 
 def test_a_model_of_one_output_has_no_other(spark: SparkSession) -> None:
-    model = TorchModel(
-        nn.Linear(4, 3), [], builder=None, head=Head.UNKNOWN, widths={None: 3}, history=[]
-    )
+    model = TorchModel(SavedModule(nn.Linear(4, 3), None, (), "unknown", {None: 3}, ()))
     with pytest.raises(ConfigError, match="has only one output"):
         model.setOutputCols({"p": 0}).transform(frame(spark))
 

@@ -204,14 +204,14 @@ import json
 import torch
 from pyspark.sql import SparkSession
 from sparkdl import TorchModel
-from sparkdl.estimator.head import Head
+from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.protocols import ColumnSpec
 
 features = [ColumnSpec("features", torch.float32, (2,))]
 module = torch.nn.Linear(2, 1, bias=False)
 with torch.no_grad():
     module.weight.copy_(torch.tensor([[1.0, 10.0]]))
-model = TorchModel(module, features, builder=None, head=Head.UNKNOWN, widths={None: 1}, history=[])
+model = TorchModel(SavedModule(module, None, features, "unknown", {None: 1}, ()))
 found = {"transform": [], "udf": [], "of another session": []}
 for session in range(2):
     spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", False).getOrCreate()

@@ -35,7 +35,7 @@ class TorchClassificationModel(FittedModel, ClassOutputs):
     @property
     def numClasses(self) -> int:
         """How many classes the model tells apart."""
-        return self._count(self._head, self._widths[None])
+        return self._count(self._head, self._made_of.widths[None])
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Called by ``transform``: add the columns to every row, in the rows' order."""
