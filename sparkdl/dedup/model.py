@@ -10,7 +10,6 @@ hashes.parquet        the different hashes, and which thresholds drop each; only
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLReader, MLWritable
+from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from typing_extensions import Self
@@ -32,52 +31,13 @@ from sparkdl.dedup.pairs import Keys, near
 from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.estimator.persistence import DirectoryWriter, read_metadata, restore_params
-from sparkdl.redaction import shown
+from sparkdl.estimator.persistence import DirectoryWriter, StageReader
 from sparkdl.spark.catalyst.versions import frame_of, table_of
 from sparkdl.spark.rows.columns import quoted
 from sparkdl.spark.session.required import jvm_named, require_frame, require_session
-from sparkdl.spark.storage.files import fetch
 
 FOUND, HASHES = "found.json", "hashes.parquet"
 COLUMNS = ["group", "word", "first", "rows", "dropped"]
-
-
-class PlainWriter(DirectoryWriter):
-    """Writes the estimator, whose Params are all JSON."""
-
-    def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
-        """Nothing but the metadata."""
-
-
-class ModelWriter(DirectoryWriter):
-    """Writes the model; the driver holds its different hashes meanwhile."""
-
-    def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
-        model: Any = self.instance
-        saved = {"found": asdict(model.found), "keys": asdict(model.keys)}
-        (directory / FOUND).write_text(json.dumps(saved, indent=2))
-        pq.write_table(table_of(model.words.select(*COLUMNS)), directory / HASHES)
-
-
-class StageReader(MLReader[Any]):
-    """Reads a stage, which ``make`` builds of its directory, without its Params."""
-
-    def __init__(self, make: Callable[[Path], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def load(self, path: str) -> Any:
-        """Load from a path on any file system that Spark knows."""
-        with fetch(path) as directory:
-            metadata = read_metadata(directory)
-            try:
-                stage = self._make(directory)
-            except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
-                raise ConfigError(f"the model in {shown(path)} is damaged: {error}") from error
-            return restore_params(stage, metadata)
-
-
 _ROW = "_sparkdl_row"
 
 
@@ -142,9 +102,14 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         self.words.unpersist()
         return self
 
-    def write(self) -> ModelWriter:
-        """A writer: ``model.write().overwrite().save(path)``."""
-        return ModelWriter(self)
+    def write(self) -> DirectoryWriter:
+        """A writer: ``model.write().overwrite().save(path)``; the driver holds the hashes then."""
+        return DirectoryWriter(self, self._write_found)
+
+    def _write_found(self, directory: Path) -> None:
+        saved = {"found": asdict(self.found), "keys": asdict(self.keys)}
+        (directory / FOUND).write_text(json.dumps(saved, indent=2))
+        pq.write_table(table_of(self.words.select(*COLUMNS)), directory / HASHES)
 
     @classmethod
     def read(cls) -> StageReader:
@@ -152,7 +117,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         return StageReader(cls._saved)
 
     @classmethod
-    def _saved(cls, directory: Path) -> Self:
+    def _saved(cls, directory: Path, metadata: dict[str, Any]) -> Self:
         saved = read_json_object(directory / FOUND)
         keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
         words = pq.read_table(directory / HASHES)

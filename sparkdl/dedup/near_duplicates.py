@@ -15,12 +15,13 @@ from pyspark.sql import functions as F
 from sparkdl.arguments import counted
 from sparkdl.dedup.columns import require_columns
 from sparkdl.dedup.hashing import hashes, imagehash, persisted
-from sparkdl.dedup.model import Found, NearDuplicatesModel, PlainWriter, StageReader
+from sparkdl.dedup.model import Found, NearDuplicatesModel
 from sparkdl.dedup.pairs import Keys, decided, keys_for
 from sparkdl.dedup.params import DedupParams
 from sparkdl.encodings.images import pillow
 from sparkdl.errors import DataError
 from sparkdl.estimator.params.declaration import constructor
+from sparkdl.estimator.persistence import DirectoryWriter, StageReader
 from sparkdl.spark.catalyst.versions import table_of
 from sparkdl.spark.rows.packing import small_record_batches
 from sparkdl.spark.session.required import jvm_named, require_frame
@@ -52,14 +53,14 @@ class NearDuplicates(
     Source: Li, Chang, Liu and McGill, CE-Dedup.
     """
 
-    def write(self) -> PlainWriter:
+    def write(self) -> DirectoryWriter:
         """A writer: ``estimator.write().overwrite().save(path)``."""
-        return PlainWriter(self)
+        return DirectoryWriter(self)
 
     @classmethod
     def read(cls) -> StageReader:
         """A reader, which ``load`` uses; it raises ConfigError for what is damaged."""
-        return StageReader(lambda _: cls())
+        return StageReader(lambda *_: cls())
 
     @jvm_named()
     def _fit(self, dataset: DataFrame) -> NearDuplicatesModel:

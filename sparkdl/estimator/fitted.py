@@ -15,14 +15,14 @@ from pyspark.sql import DataFrame, SparkSession
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
-from sparkdl.checkpoint.module_files import SavedModule, read_module
+from sparkdl.checkpoint.module_files import SavedModule, read_module, write_module
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.labels import label_tensors
 from sparkdl.estimator.outputs import MetricInputs, SharedParams
 from sparkdl.estimator.params.columns import InferenceParams
-from sparkdl.estimator.persistence import ModelWriter, StageReader
+from sparkdl.estimator.persistence import DirectoryWriter, StageReader
 from sparkdl.estimator.schema import scalar_column
 from sparkdl.events import MetricValue
 from sparkdl.metrics import Metrics
@@ -276,11 +276,11 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         ]
         return columns, specs
 
-    def write(self) -> ModelWriter:
+    def write(self) -> DirectoryWriter:
         """A writer: ``model.write().overwrite().save(path)``."""
         loss = None if self.getLossCol() is None else self._made_of.loss
         saved = replace(self._made_of, module=self.module, history=self.history, loss=loss)
-        return ModelWriter(self, saved)
+        return DirectoryWriter(self, partial(write_module, saved))
 
     @classmethod
     def read(cls, *, trust: TrustArgument = False) -> StageReader:

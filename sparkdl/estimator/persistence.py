@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparkdl import callbacks, strategies
-from sparkdl.checkpoint.module_files import SavedModule, read_json_object, write_module
+from sparkdl.checkpoint.module_files import read_json_object
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
@@ -102,11 +102,17 @@ class DirectoryWriter(MLWriter):
     """Writes a stage as one directory, published when complete.
 
     An estimator's objects are named by their import path where they have one.
+
+    Args:
+        instance: the stage.
+        write_more: writes what is no Param into the directory.
     """
 
-    def __init__(self, instance: DeclaredParams) -> None:
+    def __init__(
+        self, instance: DeclaredParams, write_more: Callable[[Path], None] = lambda directory: None
+    ) -> None:
         super().__init__()
-        self.instance = instance
+        self.instance, self._write_more = instance, write_more
 
     def save(self, path: str) -> None:
         """Save to a path on any file system that Spark knows.
@@ -122,12 +128,11 @@ class DirectoryWriter(MLWriter):
             # A text is loss="model", or the name of an optimizer.
             objects = {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
             self._write_metadata(directory, leave_out=set(objects))
-            self._write_files(directory, objects)
+            if objects:
+                saved = {name: save_object(each, directory, name) for name, each in objects.items()}
+                (directory / OBJECTS).write_text(json.dumps(saved, indent=2))
+            self._write_more(directory)
             publish(directory, path, overwrite=self.shouldOverwrite)
-
-    def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
-        saved = {name: save_object(value, directory, name) for name, value in objects.items()}
-        (directory / OBJECTS).write_text(json.dumps(saved, indent=2))
 
     def _write_metadata(self, directory: Path, leave_out: set[str]) -> None:
         instance = self.instance
@@ -146,17 +151,6 @@ class DirectoryWriter(MLWriter):
         }
         (directory / "metadata").mkdir()
         (directory / "metadata" / "part-00000").write_text(json.dumps(metadata) + "\n")
-
-
-class ModelWriter(DirectoryWriter):
-    """Writes a ``TorchModel``."""
-
-    def __init__(self, instance: DeclaredParams, saved: SavedModule) -> None:
-        super().__init__(instance)
-        self.saved = saved
-
-    def _write_files(self, directory: Path, objects: dict[str, Any]) -> None:
-        write_module(self.saved, directory)
 
 
 class StageReader(MLReader[Any]):
