@@ -69,20 +69,16 @@ def plan(
     """
     require_frame(df, to_end="Plan with")
     seconds = require_positive("seconds", seconds)
-    indicator = (
-        estimator.getOrDefault("validationIndicatorCol")
-        if estimator.isDefined("validationIndicatorCol")
-        else None
-    )
-    trained = df if indicator is None else df.where(~df[indicator])
-    rows = round(trained.count() * (1 - (estimator.getOrDefault("validationFraction") or 0.0)))
+    held_out = estimator.held_out_by()
+    trained = df.where(~df[held_out]) if isinstance(held_out, str) else df
+    fraction = held_out if isinstance(held_out, float) else 0.0
+    rows = round(trained.count() * (1 - fraction))
     if not rows:
         raise ConfigError("there are no rows to plan with")
-    spark, device = df.sparkSession, estimator.getOrDefault("device")
+    spark, device = df.sparkSession, estimator.getDevice()
     unit = ranks_a_task(spark, device)
     slots = most_slots(spark, gpu_profile(spark, device))
-    size = estimator.getOrDefault("batchSize")
-    period = getattr(estimator.getOrDefault("strategy"), "period", 1)
+    size, period = estimator.getBatchSize(), getattr(estimator.getStrategy(), "period", 1)
     window = period if isinstance(period, int) else 1
 
     def probe(
