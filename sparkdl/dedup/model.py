@@ -119,11 +119,14 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
     @classmethod
     def _saved(cls, directory: Path, metadata: dict[str, Any]) -> Self:
         saved = read_json_object(directory / FOUND)
-        keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
-        words = pq.read_table(directory / HASHES)
-        if words.column_names != COLUMNS:
-            raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
-        return cls(words, keys, Found(**saved["found"]))
+        try:
+            keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
+            words = pq.read_table(directory / HASHES)
+            if words.column_names != COLUMNS:
+                raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
+            return cls(words, keys, Found(**saved["found"]))
+        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
+            raise ConfigError(f"the model in {directory} is damaged: {error}") from error
 
     def kept(self) -> DataFrame:
         """The different hashes that stay: columns ``group``, ``word``, ``first`` and ``rows``."""

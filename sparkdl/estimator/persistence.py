@@ -27,6 +27,7 @@ from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.estimator.params.declaration import DeclaredParams
 from sparkdl.estimator.params.settings import described
+from sparkdl.redaction import shown
 from sparkdl.spark.catalyst.versions import searched_grid
 from sparkdl.spark.storage.files import fetch, publish
 
@@ -163,8 +164,12 @@ class StageReader(MLReader[Any]):
     def load(self, path: str) -> Any:
         """Load from a path on any file system that Spark knows; a local one needs no Spark."""
         with fetch(path) as directory:
-            metadata = read_metadata(directory)
-            return restore_params(self._make(directory, metadata), metadata)
+            try:
+                metadata = read_metadata(directory)
+                return restore_params(self._make(directory, metadata), metadata)
+            except ConfigError as error:
+                # What was read may be a copy, which nobody else has seen.
+                raise ConfigError(str(error).replace(str(directory), shown(path))) from error
 
 
 def read_estimator(

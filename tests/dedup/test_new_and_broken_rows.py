@@ -25,9 +25,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparkdl import NearDuplicates, NearDuplicatesModel
-from sparkdl.dedup import model as saving
 from sparkdl.dedup import near_duplicates
 from sparkdl.errors import ConfigError
+from sparkdl.estimator import persistence as saving
 from sparkdl.spark.catalyst.versions import frame_of
 
 WHITE = png(Image.new("L", (40, 30), 255))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from pyspark.sql import DataFrame
@@ -139,6 +140,9 @@ def build_whole(job: Job, settings: FitSettings, frame: DataFrame) -> tuple[Job,
     lengths = [len(value) if spec.row_shape == (UNKNOWN,) else None for spec, value in known]
     items = (len(value) for spec, value in known if spec.padding is not None)
     schema = schema if row is None else schema.of_lengths(lengths)
-    longest = max(items, default=1) or 1
-    whole = replace(job, model=Initialized(job.model, schema, job.features_as_kwargs, longest))
+    most = max(items, default=1) or 1
+    model = partial(
+        initialized, job.model, schema, features_as_kwargs=job.features_as_kwargs, items=most
+    )
+    whole = replace(job, model=model)
     return whole, build(whole)

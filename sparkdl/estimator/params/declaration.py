@@ -227,7 +227,7 @@ def constructor(beside: type[DeclaredParams] | None = None) -> Callable[[T], T]:
         elsewhere = {} if beside is None else beside.declarations
         listed = {n: each for n, each in cls.declarations.items() if elsewhere.get(n) != each}
         summary, raises, errors = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
-        cls.__doc__ = f"{summary}{described(listed)}\n{raises}{errors}"
+        cls.__doc__ = f"{summary}{documented(listed)}\n{raises}{errors}"
         return cls
 
     return decorated
@@ -251,7 +251,7 @@ def _constructor(
     return __init__
 
 
-def described(declarations: Mapping[str, Declaration], *, width: int = 100) -> str:
+def documented(declarations: Mapping[str, Declaration], *, width: int = 100) -> str:
     """Arguments as a docstring lists them, by group."""
     lines: list[str] = []
     group = ""

@@ -18,7 +18,7 @@ from sparkdl.estimator.params.declaration import (
     Declaration,
     DeclaredParams,
     Default,
-    described,
+    documented,
 )
 
 FOLDER = Path(sparkdl.__file__).parent / "estimator" / "params"
@@ -152,7 +152,7 @@ def _constructor_lines(
     yield ""
     shown = whole if params.__name__ == "TorchEstimatorParams" else params.declarations
     shown = dict(sorted(shown.items(), key=lambda item: GROUPS.index(item[1].group)))
-    yield textwrap.indent(described(shown, width=92), " " * 8)
+    yield textwrap.indent(documented(shown, width=92), " " * 8)
     yield '        """'
 
 
