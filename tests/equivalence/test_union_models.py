@@ -19,7 +19,15 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
-from test_union_batch import ADAM, ALL_REDUCE, RAGGED, SHARDED, hybrid, trained
+from test_union_batch import (
+    ADAM,
+    ALL_REDUCE,
+    RAGGED,
+    SHARDED,
+    at_the_gate,
+    hybrid,
+    trained,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toys import classification, make_job, relative_error, sgd_on_union
@@ -157,7 +165,10 @@ def test_models_of_all_kinds_equal_one_process(model: Any, strategy: Any, sizes:
     assert relative_error(outcome.module, sgd_on_union(model(), data, ADAM, epochs=2)) <= 1e-9
 
 
-@every(("strategy", "synchronized"), [(SHARDED, False), (SHARDED, True), (hybrid(1), True)])
+@pytest.mark.parametrize(
+    ("strategy", "synchronized"),
+    [(SHARDED, True), at_the_gate(SHARDED, False), at_the_gate(hybrid(1), True)],
+)
 def test_statistics_and_random_numbers_are_those_of_plain_all_reduce(
     strategy: Any, synchronized: bool
 ) -> None:
