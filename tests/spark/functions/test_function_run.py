@@ -206,7 +206,7 @@ def test_a_worker_killed_in_an_all_reduce_ends_the_run_and_is_named(spark: Spark
     assert sparkdl.run(lambda: "fine", num_workers=3) == ["fine"] * 3
 
 
-def test_prints_errors_and_log_records_arrive_behind_their_rank(
+def test_prints_errors_log_records_and_reports_arrive_behind_their_rank(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def speak() -> None:
@@ -215,6 +215,7 @@ def test_prints_errors_and_log_records_arrive_behind_their_rank(
         print("to standard output")
         print("to standard error", file=sys.stderr)
         logging.getLogger("mine").warning("as a log record")
+        sparkdl.current_worker().report(epoch=2, loss=0.5)
         sys.stdout.buffer.write(b"as bytes\n")
         sys.stdout.write("without an end of line")
 
@@ -222,6 +223,7 @@ def test_prints_errors_and_log_records_arrive_behind_their_rank(
 
     shown = capsys.readouterr().out.splitlines()
     said = ("to standard output", "to standard error", "as a log record", "as bytes", "without an")
+    said += ("epoch 2, loss 0.5",)
     for rank in (0, 1):
         mine = [line for line in shown if line.startswith(f"[rank {rank}] ")]
         for text in said:
@@ -270,17 +272,16 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 
 
 @pytest.mark.versions
-def test_torch_distributor_is_a_drop_in_for_a_function(spark: SparkSession) -> None:
+def test_torch_distributor_is_a_drop_in_for_a_function_whatever_its_arguments_are_called(
+    spark: SparkSession,
+) -> None:
+    def train(num_workers: int, device: str) -> tuple[list[float], str]:
+        return train_with_ddp(num_workers), device
+
     distributor = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
-    assert distributor.run(train_with_ddp, 20) == pytest.approx(train_alone(20, 2), rel=1e-5)
-
-
-def test_torch_distributor_passes_on_arguments_whatever_their_names(spark: SparkSession) -> None:
-    def give_back(num_workers: int, device: str) -> tuple[int, str]:
-        return num_workers, device
-
-    distributor = TorchDistributor(num_processes=1, local_mode=False, use_gpu=False)
-    assert distributor.run(give_back, num_workers=7, device="mine") == (7, "mine")
+    weights, device = distributor.run(train, num_workers=20, device="mine")
+    assert weights == pytest.approx(train_alone(20, 2), rel=1e-5)
+    assert device == "mine"
 
 
 TELLS_ENVIRONMENT = """

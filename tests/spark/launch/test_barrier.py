@@ -86,6 +86,7 @@ def limited(spark: SparkSession) -> DataFrame:
     return frame(spark, 60, 9).limit(50)
 
 
+@pytest.mark.gate
 @pytest.mark.nightly_variants
 @pytest.mark.parametrize(
     ("make", "rows"),
@@ -99,6 +100,7 @@ def test_any_lineage_can_be_trained_on(
     assert model.history[0].examples == rows
 
 
+@pytest.mark.gate
 def test_uneven_and_empty_partitions_do_not_hang(spark: SparkSession) -> None:
     rows = frame_of_sizes(spark, [0, 54, 6])
     model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(rows)
@@ -235,6 +237,7 @@ def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Data
     return spark.read.parquet(path)
 
 
+@pytest.mark.gate
 def test_a_fit_of_sixteen_files_trains_on_every_row_once_with_the_same_bits(
     files: DataFrame, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,16 +84,19 @@ def test_a_rank_finds_nothing_begun_of_which_a_fork_would_lack_the_rest() -> Non
     assert name == "MainProcess"
 
 
-def test_the_environment_and_directory_are_those_with_which_this_process_began(
+def test_a_server_that_was_killed_is_replaced_by_one_as_this_process_was_when_it_began(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    first = server()
+    assert server() == first
     (tmp_path / "left").mkdir()
     monkeypatch.chdir(tmp_path / "left")
     (tmp_path / "left").rmdir()
     monkeypatch.setenv("CHANGED", "by a task")
-    kill(server())
+    kill(first)
     before = dict(os.environ), multiprocessing.get_start_method(allow_none=True)
     directory, changed, path, modules = eval(call("say_where"))
+    assert server() != first
     assert Path(directory).is_dir()
     assert str(tmp_path) not in directory
     assert changed is None
@@ -130,15 +133,15 @@ def test_a_server_that_cannot_start_is_an_error() -> None:
     assert "TrainingError: no process for a rank on" in done.stderr
 
 
-def test_a_server_that_was_killed_is_replaced() -> None:
-    first = server()
-    assert server() == first
-    kill(first)
-    assert server() != first
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("victim", ["server", "task"])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("task", signal.SIGKILL),
+        pytest.param("task", signal.SIGTERM, marks=pytest.mark.gate),
+        pytest.param("server", signal.SIGKILL, marks=pytest.mark.gate),
+        pytest.param("server", signal.SIGTERM, marks=pytest.mark.gate),
+    ],
+)
 def test_ranks_end_with_the_server_and_with_the_task(
     victim: str, number: signal.Signals, tmp_path: Path
 ) -> None:

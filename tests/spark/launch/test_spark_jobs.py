@@ -85,17 +85,20 @@ def test_a_fit_computes_what_is_upstream_once(spark: SparkSession, tmp_path: Pat
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
 
 
-@pytest.mark.nightly_variants
-@pytest.mark.parametrize("spreads", ["exchange", "spark"])
-def test_a_fit_on_more_partitions_than_workers_computes_what_is_upstream_once(
+@pytest.mark.parametrize("spreads", ["exchange", pytest.param("spark", marks=pytest.mark.gate)])
+def test_rows_are_computed_once_and_go_through_sparks_shuffle_only_if_that_is_wanted(
     spark: SparkSession, tmp_path: Path, spreads: str
 ) -> None:
-    rows = read_through(frame(spark, partitions=4), tmp_path / "computed")
-    estimator(numWorkers=3, epochs=3, shuffleRows=spreads).fit(rows)
+    rows = read_through(frame_of_sizes(spark, [55, 3, 2, 0]), tmp_path / "computed")
+    jobs = training_jobs(jobs_during_fit(rows, numWorkers=3, epochs=3, shuffleRows=spreads))
     # Those that are read by one task are all computed in it, and know its number.
-    assert sum(Counter(lines(tmp_path / "computed")).values()) == 4
+    assert len(lines(tmp_path / "computed")) == 4
+    # Adaptive execution runs the shuffle as a job of its own.
+    assert (sum(job.stages for job in jobs) > 1) is (spreads == "spark")
+    assert len({job.group for job in jobs}) == 1
 
 
+@pytest.mark.gate
 def test_a_fit_after_a_shuffle_of_the_users_computes_what_is_upstream_once(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -109,21 +112,6 @@ def test_data_that_are_refused_were_computed_once(spark: SparkSession, tmp_path:
     with pytest.raises(DataError, match="20 null values in 60 rows"):
         estimator(numWorkers=3).fit(read_through(rows, tmp_path / "computed"))
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
-
-
-def test_no_frame_is_shuffled_whose_rows_are_exchanged(spark: SparkSession) -> None:
-    (job,) = training_jobs(jobs_during_fit(frame_of_sizes(spark, [55, 3, 2]), numWorkers=3))
-    assert job.stages == 1
-
-
-def test_a_skewed_frame_is_trained_on_after_a_shuffle_if_that_is_wanted(
-    spark: SparkSession,
-) -> None:
-    rows = frame_of_sizes(spark, [55, 3, 2])
-    jobs = training_jobs(jobs_during_fit(rows, numWorkers=3, shuffleRows="spark"))
-    # Adaptive execution runs the shuffle as a job of its own.
-    assert sum(job.stages for job in jobs) >= 2
-    assert len({job.group for job in jobs}) == 1
 
 
 def test_a_balanced_frame_is_trained_on_without_a_shuffle_in_the_users_own_job_group(
