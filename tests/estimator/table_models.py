@@ -23,14 +23,9 @@ SERIES = {"columnShapes": {"features": [4, 4]}}
 SENTENCE = {"featuresCol": "tokens"}
 
 MODELS = [
-    Case("`Linear`", lambda: nn.Linear(WIDTH, CLASSES)),
-    Case("a class", networks.ExtraState, as_function=True),
     Case("an MLP with `Dropout`", lambda: mlp(nn.Dropout(0.5)), random=True),
-    Case("`BatchNorm1d`", lambda: mlp(nn.BatchNorm1d(8))),
     Case("a model in evaluation mode", lambda: mlp(nn.BatchNorm1d(8)).eval()),
     Case("`SyncBatchNorm`", lambda: mlp(nn.SyncBatchNorm(8))),
-    Case("`LayerNorm`", lambda: mlp(nn.LayerNorm(8))),
-    Case("`GroupNorm`", lambda: mlp(nn.GroupNorm(2, 8))),
     Case(
         "`Conv1d`",
         lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.Tanh(), nn.Flatten(), head(16)),
@@ -61,16 +56,6 @@ MODELS = [
         settings=IMAGE,
     ),
     Case(
-        "`Embedding`",
-        lambda: Model(
-            lambda self, tokens: self.head(self.table(tokens).mean(dim=1)),
-            table=nn.Embedding(WORDS, 8),
-            head=head(),
-        ),
-        settings=SENTENCE,
-    ),
-    Case("`EmbeddingBag`", networks.embedding_bag, settings=SENTENCE),
-    Case(
         "`EmbeddingBag(max_norm=0.5)`",
         lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, max_norm=0.5), head()),
         settings=SENTENCE,
@@ -90,8 +75,6 @@ MODELS = [
         lambda: nn.Sequential(nn.EmbeddingBag(WORDS - 1, 8), head()),
         settings=SENTENCE,
     ),
-    Case("`GRU`", partial(networks.recurrent, nn.GRU), settings=SERIES),
-    Case("`LSTM`", partial(networks.recurrent, nn.LSTM), settings=SERIES),
     Case(
         "a bare `GRU`, which returns (outputs, state)",
         lambda: nn.GRU(4, CLASSES, batch_first=True),
@@ -116,13 +99,6 @@ MODELS = [
         "the same with `CrossEntropyLoss()`",
         lambda: nn.LSTM(4, CLASSES, batch_first=True),
         settings=SERIES,
-    ),
-    Case("`TransformerEncoder`", partial(networks.transformer, 0.0), settings=SERIES),
-    Case(
-        "`TransformerEncoder` with dropout",
-        partial(networks.transformer, 0.1),
-        settings=SERIES,
-        random=True,
     ),
     as_function(
         "`weight_norm`", lambda: nn.Sequential(parametrizations.weight_norm(body()), head())
@@ -174,24 +150,14 @@ MODELS = [
     ),
     Case("weights that get other memory (`weight.data = ...`)", networks.Clips),
     Case("layers that the first forward pass makes", networks.GrowsLayers),
-    Case("`ParameterList`, `ParameterDict`", networks.with_listed_parameters),
-    Case("integer buffers, and buffers that are reassigned", networks.Counts),
     Case("a buffer that is None until the first forward pass", networks.FillsBuffer),
     Case(
         "a cache (`persistent=False`) that is None until the first forward pass",
         networks.FillsCache,
     ),
     Case("a cache (`persistent=False`) that grows with the batches", networks.Caches),
-    Case("complex and boolean buffers", networks.Rotates),
     Case("a buffer of 8-bit floats", networks.Quantizes, as_function=True),
     Case("a sparse buffer", networks.Spreads),
-    Case(
-        "complex parameters",
-        lambda: Model(
-            lambda self, features: (features.to(torch.complex64) @ self.weight).abs(),
-            weight=nn.Parameter(torch.randn(WIDTH, CLASSES, dtype=torch.complex64)),
-        ),
-    ),
     Case(
         "complex outputs",
         lambda: Model(
@@ -211,7 +177,6 @@ MODELS = [
             empty=nn.Parameter(torch.zeros(0, 3)),
         ),
     ),
-    Case("`float64` parameters", lambda: network().double()),
     Case("`float16` parameters", lambda: network().half()),
     Case("`bfloat16` parameters", lambda: network().bfloat16()),
     Case(
@@ -225,21 +190,9 @@ MODELS = [
     Case("a quantized model (`quantize_dynamic`)", networks.quantized, as_function=True),
     Case("a model on the `meta` device", networks.on_no_device),
     Case(
-        "an ensemble by `torch.vmap`",
-        lambda: Model(networks.ensemble, weights=nn.Parameter(torch.randn(3, WIDTH, CLASSES))),
-    ),
-    Case(
         "a model that differentiates itself, with `enable_grad`",
         lambda: Model(networks.forces, body=body(), head=head()),
         settings={"loss": networks.forces_loss, "outputCols": {"prediction": "logits"}},
-    ),
-    Case(
-        "an `autograd.Function` of its own",
-        lambda: Model(
-            lambda self, features: self.head(networks.Dropped.apply(self.body(features))),
-            body=body(),
-            head=head(),
-        ),
     ),
     Case("forward hooks", networks.hooked),
     Case(

@@ -43,52 +43,6 @@ def mlp(*between: nn.Module) -> nn.Module:
     return nn.Sequential(body(), *between, nn.Tanh(), head())
 
 
-def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
-    return Model(
-        lambda self, series: self.head(self.layer(series)[0][:, -1]),
-        layer=kind(4, 8, batch_first=True),
-        head=head(),
-    )
-
-
-def transformer(dropout: float) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True)
-    return Model(
-        lambda self, series: self.head(self.encoder(series).mean(dim=1)),
-        encoder=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        head=head(4),
-    )
-
-
-class Dropped(torch.autograd.Function):
-    """The sign forward, the identity backward."""
-
-    @staticmethod
-    def forward(context: Any, values: Tensor) -> Tensor:
-        return values.sign()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
-
-
-class Counts(nn.Module):
-    """A buffer that it writes to, one that it reassigns, and one that no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("scale", torch.ones(WIDTH), persistent=False)
-        self.layer = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if self.training:
-            self.passes += 1
-            self.mean = 0.9 * self.mean + 0.1 * features.detach().mean(dim=0)
-        return self.layer((features - self.mean) * self.scale)
-
-
 @dataclasses.dataclass
 class Outputs:
     """What a model returns."""
@@ -170,14 +124,6 @@ def hooked() -> nn.Module:
     return model
 
 
-def with_listed_parameters() -> nn.Module:
-    return Model(
-        lambda self, features: sum(features @ each for each in self.parts) * self.named["scale"],
-        parts=nn.ParameterList(torch.randn(WIDTH, CLASSES) for _ in range(2)),
-        named=nn.ParameterDict({"scale": torch.ones(CLASSES)}),
-    )
-
-
 def embedding_bag(**options: Any) -> nn.Module:
     return nn.Sequential(nn.EmbeddingBag(WORDS, 8, **options), head())
 
@@ -237,20 +183,6 @@ class Caches(nn.Module):
         if len(self.table) < len(features):
             self.table = torch.ones(len(features), WIDTH)
         return self.layer(features + self.table[: len(features)])
-
-
-class Rotates(nn.Module):
-    """Complex and boolean buffers, as rotary embeddings and causal masks are kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("turns", torch.polar(torch.ones(WIDTH), torch.arange(WIDTH) / 10))
-        self.register_buffer("mask", torch.arange(WIDTH) % 2 == 0)
-        self.layer = head(WIDTH)
-
-    def forward(self, features: Tensor) -> Tensor:
-        turned = (features * self.turns).real
-        return self.layer(turned.masked_fill(self.mask, 0.0))
 
 
 class Quantizes(nn.Module):
@@ -319,10 +251,6 @@ class ExtraState(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.layer(features)
-
-
-def ensemble(self: Any, features: Tensor) -> Tensor:
-    return torch.vmap(lambda weight: features @ weight)(self.weights).mean(dim=0)
 
 
 class Margin(nn.Module):
