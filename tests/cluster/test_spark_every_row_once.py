@@ -115,6 +115,7 @@ def test_rows_that_are_to_stay_where_they_cannot_are_refused(spark: SparkSession
         ready.fit(frame(spark, partitions=3).repartition(2))
 
 
+@pytest.mark.gate
 def test_each_row_is_trained_on_once_on_a_spark_that_cannot_put_partitions_together(
     spark: SparkSession, tmp_path: Path
 ) -> None:

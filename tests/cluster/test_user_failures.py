@@ -98,19 +98,7 @@ def test_a_model_that_cannot_be_built_on_a_worker_is_reported_from_there(
     assert (error.epoch, error.step) == (0, 0)
 
 
-def test_an_import_that_only_the_driver_has_is_reported_from_the_worker(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "only_here.py").write_text(
-        "from torch import nn\n\ndef build():\n    return nn.Linear(4, 3)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import only_here
-
-    message = "ModuleNotFoundError: No module named 'only_here'"
-    failure(WorkerError, message, frame(spark), model=only_here.build, shipModules=False)
-
-
+@pytest.mark.gate
 def test_nan_that_was_to_be_kept_is_an_error_before_a_model_comes_out(spark: SparkSession) -> None:
     spoilt = F.when(F.col("id") == 17, F.array_repeat(F.lit(float("nan")), 4))
     rows = frame(spark).withColumn("features", spoilt.otherwise(F.col("features")))

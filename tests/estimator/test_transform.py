@@ -153,16 +153,28 @@ def test_a_column_that_is_missing_or_that_spark_takes_for_the_prediction_is_name
         classifier.transform(rows.drop("features"))
 
 
-def test_numbers_that_a_fit_would_refuse_are_refused_in_one_sentence(spark: SparkSession) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        "transform",
+        pytest.param("udf", marks=pytest.mark.gate),
+        pytest.param("evaluate", marks=pytest.mark.gate),
+    ],
+)
+def test_numbers_that_a_fit_would_refuse_are_refused_in_one_sentence(
+    spark: SparkSession, way: str
+) -> None:
     model = TorchModel.from_module(nn.Identity(), torch.zeros(1, 2, dtype=torch.uint8))
     given = spark.createDataFrame([([1, 300], 0.0)], "features array<int>, label float").coalesce(1)
     told = r"'features' holds 300 \(int32\) in row 0 .* uint8, the dtype of its tensor, cannot hold"
-    for predicted in (model.transform(given), given.select(model.udf()("features"))):
-        with pytest.raises(Exception, match=told) as caught:
-            predicted.collect()
-        assert str(caught.value).count('File "') <= 2
-    with pytest.raises(DataError, match=f"^column {told}"):
-        model.evaluate(given, {"error": MeanSquaredError})
+    if way == "evaluate":
+        with pytest.raises(DataError, match=f"^column {told}"):
+            model.evaluate(given, {"error": MeanSquaredError})
+        return
+    added = model.transform(given) if way == "transform" else given.select(model.udf()("features"))
+    with pytest.raises(Exception, match=told) as caught:
+        added.collect()
+    assert str(caught.value).count('File "') <= 2
 
 
 def test_a_change_to_the_module_reaches_the_next_prediction_and_no_earlier_one(

@@ -112,6 +112,7 @@ def test_without_an_id_each_start_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("runs", "draws"), [("ab", 0), pytest.param("abc", 4, marks=pytest.mark.nightly)]
 )

@@ -12,6 +12,7 @@ from tables import configuration, make_table, write_configuration
 
 from sparkdl.jobs import evaluate, train
 from sparkdl.jobs.evaluate import main as evaluate_main
+from sparkdl.jobs.predict import main as predict_main
 from sparkdl.jobs.train import main as train_main
 
 pytestmark = pytest.mark.usefixtures("shared_session")
@@ -81,6 +82,23 @@ def test_a_wrong_value_of_what_spark_fits_or_measures_with_ends_before_the_train
     place = f"{section}[{number}]" if section == "stages" else f"{section}.{number}"
     assert (code, f"{place}: " in why) == (2, True)
     assert (str(value) if isinstance(value, str) else argument) in why
+
+
+@every(
+    ("job", "arguments", "told"),
+    [
+        (predict_main, [], (2, "there is no model at ")),
+        (evaluate_main, [], (2, "there is no model at ")),
+        (train_main, ["--source.init_args.path", "/nowhere"], (3, "/nowhere")),
+        (train_main, ["--rows.train", "no_such_column > 1"], (3, "no_such_column")),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_trained")
+def test_what_is_not_there_is_named_by_the_job_that_misses_it(
+    tmp_path: Path, said: dict[str, Any], job: Any, arguments: list[str], told: tuple[int, str]
+) -> None:
+    code, why = failed(job, tmp_path, said, *arguments)
+    assert (code, told[1] in why) == (told[0], True)
 
 
 @pytest.mark.usefixtures("nothing_is_trained")

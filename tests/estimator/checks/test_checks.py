@@ -25,6 +25,7 @@ from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.checks.probe import Trial
 from sparkdl.estimator.checks.row_checks import (
     RowChecks,
+    check_held_out,
     check_label,
     check_weight,
     require_holdable,
@@ -228,6 +229,19 @@ def test_weights_without_a_mean_in_float64_are_refused() -> None:
         check_weight("w", weights(1e308, 1e308), math.inf, 8)
     with pytest.raises(DataError, match="mean of 8 rows is 0"):
         check_weight("w", weights(5e-324, 5e-324), 5e-324, 8)
+
+
+def test_weights_that_are_all_zero_are_refused() -> None:
+    for high, where in ((0.0, "every row:"), (3.0, "every row to train on:")):
+        with pytest.raises(DataError, match=f"'w' is 0 in {where} there is nothing to train on"):
+            check_weight("w", weights(1.0, high), 0.0, 8)
+
+
+def test_held_out_rows_of_which_there_are_none_are_refused_as_they_were_asked_for() -> None:
+    with pytest.raises(DataError, match=r"'held' .* is false in all of 60 rows: .* nothing to val"):
+        check_held_out("held", 0, 60)
+    with pytest.raises(DataError, match=r"validationFraction=1e-09 holds out none of 60 rows"):
+        check_held_out(1e-9, 0, 60)
 
 
 @every("unit", [1e-300, 1e-46, 1e-44, 1.0, 1e300])

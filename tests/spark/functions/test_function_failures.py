@@ -85,6 +85,7 @@ def test_a_process_that_is_interrupted_or_ends_by_itself_is_told_as_it_was(
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("early", [0, 1])
 @pytest.mark.nightly_variants
 def test_a_rank_that_takes_fewer_steps_ends_the_exchanges_of_the_others(
