@@ -89,9 +89,12 @@ def test_each_method_is_called_when_it_is_its_turn(tmp_path: Path) -> None:
     assert [each.validation_examples for each in outcome.history] == [12, 12]
 
 
-@every(
+@pytest.mark.parametrize(
     ("strategy", "ranks_as"),
-    [(ParameterAveraging(2), "threads"), (GradientAllReduce(), "processes")],
+    [
+        (ParameterAveraging(2), "threads"),
+        pytest.param(GradientAllReduce(), "processes", marks=pytest.mark.gate),
+    ],
 )
 def test_a_fit_that_is_stopped_returns_the_model_of_that_epoch(
     strategy: Any, ranks_as: Any
@@ -264,7 +267,10 @@ def test_a_model_checkpoint_trains_to_the_end_and_returns_the_best_epochs_model(
     assert sorted(tmp_path.glob("checkpoint-*")) == written
 
 
-@every("strategy", [ParameterAveraging(1), GradientAllReduce()])
+@pytest.mark.parametrize(
+    "strategy",
+    [ParameterAveraging(1), pytest.param(GradientAllReduce(), marks=pytest.mark.gate)],
+)
 def test_the_best_model_of_before_a_checkpoint_is_returned_after_it(
     strategy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -246,6 +246,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.gate
 def test_last_words_that_nobody_reads_do_not_change_the_exit_code(
     tmp_path: Path, case: dict[str, Any]
 ) -> None:

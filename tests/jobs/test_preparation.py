@@ -46,6 +46,7 @@ def test_the_split_is_by_month_and_leaves_no_flight_in_both_parts(flights):
     assert split.train(flights).count() + split.test(flights).count() == flights.count()
 
 
+@pytest.mark.gate
 def test_only_the_training_part_is_learnt_from(flights):
     changed = flights.withColumn(
         "known",
@@ -68,6 +69,7 @@ def test_what_is_learnt_does_not_depend_on_the_order_of_the_sums(flights):
     assert learnt == [learnt[0]] * 3
 
 
+@pytest.mark.gate
 def test_unknown_values_become_the_mean_and_unseen_categories_index_zero(flights):
     vocabularies = {"carrier": ("a", "b"), "origin": ("JFK",), "dest": ("LAX",)}
     learnt = Preparation((10.0,) * WIDTH, (4.0,) * WIDTH, vocabularies)
@@ -102,6 +104,7 @@ def test_each_category_changes_the_output():
         assert network(numeric, *changed) != base
 
 
+@pytest.mark.gate
 def test_metrics_equal_those_worked_out_by_hand(spark):
     flights = [(1.0, 0.9), (1.0, 0.4), (0.0, 0.6), (0.0, 0.2)]
     rows = [(label, Vectors.dense([1 - late, late])) for label, late in flights]

@@ -192,30 +192,6 @@ def test_there_are_no_checkpoints_unless_asked_for() -> None:
     assert estimator().checkpoint_policy() is None
 
 
-def test_a_fit_goes_on_from_the_checkpoint_of_a_shorter_one(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    """And holds the same rows out."""
-    rows, trace, held = frame(spark), tmp_path / "trace", {"validationFraction": 0.3}
-    settings: dict[str, Any] = {**held, "checkpointPath": str(tmp_path / "checkpoints")}
-    estimator(epochs=1, **settings).fit(rows)
-    resumed = estimator(epochs=2, **settings).fit(rows)
-    assert same_bits(resumed, estimator(epochs=2, **held).fit(rows))
-    assert [row.epoch for row in resumed.history] == [1, 2]
-
-    settings |= {"epochs": 3, "model": Traced(str(trace))}
-    for changes, told in (
-        ({"batchSize": 3}, "batch size: was 10, is now 3"),
-        (
-            {"validationFraction": 0.4},
-            r"indicator: was validationFraction=0\.3 \(bool\), is now validationFraction=0\.4",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            estimator(**{**settings, **changes}).fit(rows)
-    assert lines(trace) == []
-
-
 def smooth_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
 
@@ -224,48 +200,52 @@ def same_batch(batch: Batch) -> Batch:
     return batch
 
 
-def test_a_fit_that_has_ended_gives_its_model_for_the_same_training_only(
+def test_a_fit_goes_on_from_a_checkpoint_of_the_same_training_only(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For a daily job another one's is yesterday's model."""
-    path, rows = str(tmp_path / "checkpoints"), frame(spark)
-    first = estimator(checkpointPath=path).fit(rows)
-    again = estimator(checkpointPath=path, timeout=250.0).fit(rows)
-    assert same_bits(again, first)
+    """And holds the same rows out. For a daily job another one's is yesterday's model."""
+    rows, trace, held = frame(spark), tmp_path / "trace", {"validationFraction": 0.3}
+    settings: dict[str, Any] = {**held, "checkpointPath": str(tmp_path / "checkpoints")}
+    first = estimator(epochs=1, **settings).fit(rows)
+    assert same_bits(estimator(epochs=1, timeout=250.0, **settings).fit(rows), first)
     assert "already ended with epoch 1: its model is returned without another step" in caplog.text
+    resumed = estimator(epochs=2, **settings).fit(rows)
+    assert same_bits(resumed, estimator(epochs=2, **held).fit(rows))
+    assert [row.epoch for row in resumed.history] == [1, 2]
 
-    settings: dict[str, Any] = {
+    others: dict[str, Any] = {
+        "batchSize": 3,
         "loss": smooth_loss,
         "clipNorm": 0.5,
         "precision": "bf16",
         "batchTransform": same_batch,
         "weightCol": "id",
         "labelCol": "id",
-        "model": Traced(str(tmp_path / "trace")),
+        "model": Traced(str(trace)),
+        "validationFraction": 0.4,
     }
-    changed = rows.withColumn("features", F.reverse("features"))
-    others: list[tuple[DataFrame, dict[str, Any], list[str]]] = [
-        (
-            rows,
-            settings,
-            [
-                "loss: was CrossEntropyLoss(), is now smooth_loss",
-                "clip norm: was none, is now 0.5",
-                "precision: was float32, is now bf16",
-                "batch transform: was None, is now same_batch",
-                "weight: was none, is now id (float64)",
-                "label: was label (int64), is now id (int64)",
-                "model: was Sequential, is now Traced",
-            ],
-        ),
-        (changed, {}, ["the training rows have different values"]),
-        (frame(spark, rows=64), {}, ["rows of each partition: was [20, 20, 20], is now ["]),
+    said = [
+        "batch size: was 10, is now 3",
+        "loss: was CrossEntropyLoss(), is now smooth_loss",
+        "clip norm: was none, is now 0.5",
+        "precision: was float32, is now bf16",
+        "batch transform: was None, is now same_batch",
+        "weight: was none, is now id (float64)",
+        "label: was label (int64), is now id (int64)",
+        "model: was Sequential, is now Traced",
+        "indicator: was validationFraction=0.3 (bool), is now validationFraction=0.4",
     ]
-    for given, changes, told in others:
+    changed = rows.withColumn("features", F.reverse("features"))
+    refused: list[tuple[DataFrame, dict[str, Any], list[str]]] = [
+        (rows, others, said),
+        (changed, {}, ["the training rows have different values"]),
+        (frame(spark, rows=64), {}, ["rows of each partition: was ["]),
+    ]
+    for given, changes, told in refused:
         with pytest.raises(ConfigError) as caught:
-            estimator(checkpointPath=path, **changes).fit(given)
+            estimator(**{"epochs": 3, **settings, **changes}).fit(given)
         assert [line for line in told if line not in str(caught.value)] == []
-    assert lines(tmp_path / "trace") == []
+    assert lines(trace) == []
 
 
 def test_a_directory_that_cannot_be_made_fails_before_training(

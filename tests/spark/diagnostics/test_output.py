@@ -281,6 +281,7 @@ class Talkative(Net):
         return super().forward(features)
 
 
+@pytest.mark.gate
 def test_prints_and_log_records_of_a_fit_appear_behind_their_rank(
     spark: SparkSession, capsys: pytest.CaptureFixture[str]
 ) -> None:

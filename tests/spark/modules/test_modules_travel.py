@@ -247,6 +247,7 @@ def train(folder):
     assert "has a compiled part (own_work/fast.abi3.so), so it is not sent" in caplog.text
 
 
+@pytest.mark.gate
 def test_a_script_has_the_modules_beside_it_as_they_are_on_the_driver(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

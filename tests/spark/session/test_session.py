@@ -175,6 +175,7 @@ print("TorchEstimator" in told, "LAMB" in told)
 """
 
 
+@pytest.mark.gate
 def test_spark_3_4_is_refused_by_every_name_that_needs_spark(tmp_path: Path) -> None:
     (tmp_path / "pyspark").mkdir()
     (tmp_path / "pyspark" / "__init__.py").write_text("__version__ = '3.4.4'")
