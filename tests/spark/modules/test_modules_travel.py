@@ -251,18 +251,18 @@ def train(folder):
 def test_a_script_has_the_modules_beside_it_as_they_are_on_the_driver(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(
-        tmp_path,
-        {
+    """Edited since the run before, and of the same name in another project."""
+    for when, (project, said) in enumerate((("here", "one"), ("here", "two"), ("there", "three"))):
+        files = {
             "train.py": "import own_beside; print(own_beside.SAYS, own_beside.__file__)",
             "own_beside.py": "import own_next; SAYS = own_next.SAYS",
-            "own_next.py": "SAYS = 'sent'",
-        },
-    )
-    sparkdl.run(str(tmp_path / "train.py"), num_workers=1)
-    (line,) = [each for each in capsys.readouterr().out.splitlines() if "[rank 0]" in each]
-    assert "[rank 0] sent " in line
-    assert "sparkdl-modules-" in line
+            "own_next.py": f"SAYS = {said!r}",
+        }
+        write(tmp_path / project, files, when=when)
+        sparkdl.run(str(tmp_path / project / "train.py"), num_workers=1)
+        (line,) = [each for each in capsys.readouterr().out.splitlines() if "[rank 0]" in each]
+        assert f"[rank 0] {said} " in line
+        assert "sparkdl-modules-" in line
     assert "own_beside" not in sys.modules
 
 
