@@ -16,7 +16,7 @@ from hosts import Cluster, Host, Hosts, reason_not_to, sweep
 from waiting import eventually
 
 reason = reason_not_to()
-pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+pytestmark = [pytest.mark.skipif(reason is not None, reason=str(reason)), pytest.mark.gate]
 
 ECHO = """
 import socket

@@ -254,6 +254,7 @@ def test_a_minibatch_that_no_worker_can_fill_is_refused_by_what_each_will_have(
         estimator(dropLast=True, batchSize=28).fit(rows)
 
 
+@pytest.mark.gate
 @pytest.mark.versions
 def test_reshuffled_rows_are_trained_on_once_an_epoch_on_real_executors(
     spark: SparkSession, tmp_path: Any

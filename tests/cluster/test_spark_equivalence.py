@@ -85,6 +85,7 @@ def with_backbone() -> nn.Module:
     return nn.Sequential(backbone, nn.Tanh(), nn.Linear(16, CLASSES)).double()
 
 
+@pytest.mark.gate
 def test_a_fitted_model_has_the_backbone_that_every_executor_has_built(
     spark: SparkSession,
 ) -> None:

@@ -124,12 +124,14 @@ def test_each_row_is_trained_on_once_on_a_spark_that_cannot_put_partitions_toget
     assert_each_row_once_an_epoch(ids, 60)
 
 
+@pytest.mark.gate
 def test_sparks_shuffle_spreads_rows_evenly(spark: SparkSession, tmp_path: Path) -> None:
     ids = fit(frame_of_sizes(spark, [18, 23, 19]), tmp_path / "ids", shuffleRows="spark")
     assert_each_row_once_an_epoch(ids, 60)
     assert max(len(of_rank) // EPOCHS for of_rank in ids.values()) <= 22
 
 
+@pytest.mark.gate
 def test_duplicate_rows_are_each_trained_on(spark: SparkSession, tmp_path: Path) -> None:
     once = frame(spark, rows=10, partitions=1)
     ids = fit(once.union(once).union(once), tmp_path / "ids")

@@ -285,6 +285,7 @@ def test_an_error_without_a_text_is_told_by_its_class() -> None:
         TorchModel.from_module(Formed(fail), torch.ones(2, 2))
 
 
+@pytest.mark.gate
 def test_a_module_is_taken_within_inference_mode_too(rows: DataFrame) -> None:
     with torch.inference_mode():
         model = TorchModel.from_module(classifier(), torch.zeros(1, WIDTH))

@@ -120,6 +120,7 @@ def test_a_column_that_is_there_already_is_refused(fitted: TorchModel, rows: Dat
         fitted.transform(rows.withColumn("embedding", F.lit(1)))
 
 
+@pytest.mark.gate
 def test_several_heads_are_trained_by_one_loss_and_chosen_by_position(rows: DataFrame) -> None:
     def both(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
         return functional.cross_entropy(outputs[0], targets[0]) + functional.mse_loss(

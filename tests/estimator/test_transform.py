@@ -276,6 +276,7 @@ def test_a_models_forward_runs_without_gradients_and_in_evaluation_mode(rows: Da
     assert not predict(model, rows, "raw").any()
 
 
+@pytest.mark.gate
 def test_columns_may_have_any_name(rows: DataFrame) -> None:
     """Lazy layers take their shapes from a row of them."""
     given = rows.withColumnsRenamed({"features": "my.own `features`", "label": "the label"})

@@ -184,7 +184,10 @@ def test_the_advice_about_infinity_leaves_what_is_finite(
 ) -> None:
     values = [1.0, math.nan, math.inf, -math.inf, -2.0]
     rows = [([value, 0.0] if is_array else value,) for value in values]
-    df = spark.createDataFrame(rows, [name])
+    of_value = "array(double('{}'), 0.0D)" if is_array else "double('{}')"
+    quoted = name.replace("`", "``")
+    table = ", ".join(f"({of_value.format(value)})" for value in values)
+    df = spark.sql(f"SELECT * FROM VALUES {table} AS t(`{quoted}`)")
     advice = without_infinity(name, is_array=is_array).removeprefix("Drop these rows first: ")
     assert sorted(row[0] for row in eval(advice, {"df": df, "F": F}).collect()) == sorted(
         row[0] for row in (rows[0], rows[4])

@@ -119,6 +119,7 @@ class FailsInTheEnd(Callback):
         raise KeyError("nobody has it")
 
 
+@pytest.mark.gate
 def test_a_model_that_comes_with_an_error_has_the_columns_that_were_named(
     spark: SparkSession,
 ) -> None:

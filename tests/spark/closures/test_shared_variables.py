@@ -147,6 +147,7 @@ def test_a_model_as_a_function_has_its_broadcast_variables_whatever_was_called_b
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.gate
 def test_a_destroyed_broadcast_variable_is_named_and_harms_no_other_function(
     spark: SparkSession, frame: DataFrame
 ) -> None:

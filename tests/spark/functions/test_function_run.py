@@ -97,6 +97,7 @@ def train_alone(steps: int, ranks: int) -> list[float]:
     return model.weight.flatten().tolist()
 
 
+@pytest.mark.gate
 def test_a_function_that_exits_with_zero_returns_none_and_other_codes_are_errors(
     spark: SparkSession,
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_function_that_exits_with_zero_returns_none_and_other_codes_are_errors
         sparkdl.run(leave, [0, "out of data"], num_workers=2)
 
 
+@pytest.mark.gate
 def test_a_thread_of_pythons_own_runs_in_the_applications_session(spark: SparkSession) -> None:
     """No session is active there."""
     with ThreadPoolExecutor(1) as pool:
@@ -159,6 +161,7 @@ def test_a_script_with_arguments_runs_and_its_output_is_shown(
     assert {line.partition("weights")[0] for line in shown} == {"[rank 0] ", "[rank 1] "}
 
 
+@pytest.mark.gate
 def test_a_script_that_fails_is_an_error_with_that_ranks_traceback(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -185,7 +188,7 @@ def test_an_exception_on_one_rank_while_others_wait_for_it_is_what_is_raised(
                 raise ZeroDivisionError("the reactor is empty")
 
     with pytest.raises(WorkerError, match=r"rank 0 on .*the reactor is empty"):
-        sparkdl.run(fail, num_workers=3)
+        sparkdl.run(fail, num_workers=2)
 
 
 @pytest.mark.gate

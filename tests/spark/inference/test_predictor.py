@@ -378,6 +378,7 @@ RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 
 
+@pytest.mark.gate
 def test_without_a_limit_of_rows_predictions_end(spark: SparkSession, tmp_path: Path) -> None:
     """Spark 4.3.0 passes columnar rows to Python in batches of 0 rows, for ever."""
     made = spark.range(0, 90, 1, 2).selectExpr("array(cast(id as float)) features")

@@ -199,6 +199,7 @@ class Noting(nn.Module):
         return self.layer(features)
 
 
+@pytest.mark.gate
 def test_the_params_choose_interface_and_port_of_a_fit(spark: SparkSession, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -260,6 +261,7 @@ def labels_and_ids() -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.gate
 @pytest.mark.nightly_variants
 @pytest.mark.parametrize("by", ["fit", "run"])
 def test_a_bad_row_is_named_where_the_users_dataframe_has_it(files: DataFrame, by: str) -> None:
@@ -340,6 +342,7 @@ DATA: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.nightly_variants
 @pytest.mark.parametrize(
     "data",

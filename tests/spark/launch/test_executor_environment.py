@@ -26,6 +26,7 @@ def told(path: str, fix: str) -> str:
     return rf"^the executor on \S+ {names}No such file or directory\. .*{fix}"
 
 
+@pytest.mark.gate
 def test_a_fit_without_python_on_the_executors_says_where_it_is_sought_and_the_fix(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_fit_after_a_shuffle_of_the_users_computes_what_is_upstream_once(
     assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1, "3": 1}
 
 
+@pytest.mark.gate
 def test_data_that_are_refused_were_computed_once(spark: SparkSession, tmp_path: Path) -> None:
     rows = frame_of_sizes(spark, [54, 3, 3]).selectExpr("features", "nullif(label, 2) AS label")
     with pytest.raises(DataError, match="20 null values in 60 rows"):

@@ -223,6 +223,7 @@ def values(frame: DataFrame, name: str) -> list[float]:
     return [row[0] for row in frame.select(name).collect()]
 
 
+@pytest.mark.gate
 def test_decimals_are_the_doubles_of_sparks_cast(spark: SparkSession) -> None:
     exact = F.array(*(F.lit(each).cast("decimal(38,10)") for each in VALUES))
     rows = spark.range(1).select(F.explode(exact).alias("x")).coalesce(1)

@@ -309,6 +309,7 @@ def test_functions_of_ones_own_are_refused_where_spark_has_to_encrypt_or_authent
     assert sparkdl.run(task_rank, num_workers=2) == [0, 1]
 
 
+@pytest.mark.gate
 def test_rows_stay_in_memory_where_the_user_or_spark_wants_no_plain_disks(
     spark: SparkSession, setting: Setting, tmp_path: Path
 ) -> None:
