@@ -169,15 +169,21 @@ class TurnsMomentumOn(lr_scheduler.LambdaLR):
             self.optimizer.param_groups[0]["momentum"] = 0.9
 
 
-@every("step", [2, 6])
-def test_an_optimizer_whose_state_grows_late_is_refused_by_name(step: int) -> None:
-    with pytest.raises(ModelError, match=r"GrowsAt has grown.*'slow'.*average_optimizer_state"):
-        require_steady_state(partial(GrowsAt, step=step), None)
-
-
-def test_a_schedule_that_makes_the_state_grow_is_refused_by_what_grows() -> None:
-    with pytest.raises(ModelError, match=r"SGD has grown.*'momentum_buffer'"):
-        require_steady_state(partial(torch.optim.SGD, lr=0.1), TurnsMomentumOn)
+@every(
+    ("optimizer", "scheduler", "told"),
+    [
+        *(
+            (partial(GrowsAt, step=step), None, r"GrowsAt has .*'slow'.*average_optimizer_state")
+            for step in (2, 6)
+        ),
+        (SGD, TurnsMomentumOn, "SGD has grown.*'momentum_buffer'"),
+    ],
+)
+def test_what_makes_an_optimizers_state_grow_late_is_refused_by_what_grows(
+    optimizer: Any, scheduler: Any, told: str
+) -> None:
+    with pytest.raises(ModelError, match=told):
+        require_steady_state(optimizer, scheduler)
 
 
 @every(

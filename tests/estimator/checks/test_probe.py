@@ -241,27 +241,28 @@ def test_a_model_that_keeps_what_it_once_computed_still_has_its_backward_pass() 
     assert model.training
 
 
-def test_a_model_that_cannot_be_put_into_training_mode_is_refused() -> None:
-    class Exported(nn.Linear):
-        def train(self, mode: bool = True) -> Any:
-            raise NotImplementedError("Calling train() is not supported yet.")
-
-    with pytest.raises(ModelError, match=r"cannot be built: .*Calling train\(\) is not supported"):
-        built(lambda: Exported(4, 3))
+class Exported(nn.Linear):
+    def train(self, mode: bool = True) -> Any:
+        raise NotImplementedError("Calling train() is not supported yet.")
 
 
-def test_a_model_that_cannot_be_copied_is_wanted_as_a_function() -> None:
-    model = nn.Linear(4, 3)
-    prune.l1_unstructured(model, "weight", amount=0.5)
-    with pytest.raises(ModelError, match=r"Give a function as model that builds it, instead of"):
-        built(partial(copy.deepcopy, model))
-
-
-def test_a_model_that_wants_a_process_group_is_told_that_the_strategy_has_one() -> None:
-    with pytest.raises(
-        ModelError, match=r"init_process_group\. The strategy .* remove Distributed"
-    ):
-        built(lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)))
+@every(
+    ("make", "told"),
+    [
+        (lambda: Exported(4, 3), r"cannot be built: .*Calling train\(\) is not supported"),
+        (
+            partial(copy.deepcopy, prune.l1_unstructured(nn.Linear(4, 3), "weight", amount=0.5)),
+            "Give a function as model that builds it, instead of",
+        ),
+        (
+            lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)),
+            r"init_process_group\. The strategy .* remove Distributed",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_with_the_way_out(make: Any, told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        build(make, lambda parameters: torch.optim.SGD(parameters, lr=0.1), CE, 0)
 
 
 @every(

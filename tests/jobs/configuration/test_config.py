@@ -150,25 +150,9 @@ def test_the_flights_have_a_report_where_the_readme_says() -> None:
     assert _reports(none) == ""
 
 
-def test_a_wrong_key_is_named(tmp_path: Path) -> None:
-    given = [
-        ["--estimator.epoch_count", "3"],
-        ["--estimator.model.init_args.epoch_count", "3"],
-        ["--source.init_args.epoch_count", "3"],
-        ["--session.epoch_count", "3"],
-        ["--epoch_count", "3"],
-        ["--estimator.model", "no.such.epoch_count"],
-    ]
-    told = [refused(partial(settings, *arguments)) for arguments in given]
-    for key in ("epochs:", "trust:", "train: part ="):
-        file = tmp_path / "wrong.yaml"
-        wrong = "epoch_count:" if key.endswith(":") else "epoch_count: part ="
-        file.write_text(Path(CONFIG).read_text().replace(key, wrong))
-        told.append(refused(partial(read_settings, "train", ["--config", str(file)])))
-    assert [said for said in told if "epoch_count" not in said] == []
-
-
-def test_what_is_missing_or_contradicts_is_said_before_spark_starts() -> None:
+def test_what_is_missing_or_contradicts_is_said_before_spark_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cases: list[tuple[JobName, list[str], str]] = [
         ("train", ["--model", "null"], "--model"),
         ("evaluate", ["--evaluation", "null"], "--evaluation"),

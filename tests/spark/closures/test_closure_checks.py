@@ -125,16 +125,6 @@ def test_objects_that_hold_each_other_do_not_search_forever() -> None:
     assert "lock" in message(first)
 
 
-def test_a_variable_without_a_value_yet_hides_no_culprit() -> None:
-    lock = threading.Lock()
-
-    def model() -> Any:
-        return lock, later
-
-    assert "(its variable 'lock') is a lock" in message(model)
-    later = None
-
-
 LOCK = threading.Lock()
 
 

@@ -70,13 +70,16 @@ def test_the_streams_are_given_back_also_after_an_error() -> None:
     assert (sys.stdout, sys.stderr) == before
 
 
-def test_of_a_progress_bar_only_what_stays_is_sent() -> None:
+def test_of_a_progress_bar_what_stays_is_sent_and_of_an_endless_line_the_beginning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     sent = Sent()
     with Output(sent) as output, output.capture():
         for percent in range(100):
             sys.stderr.write(f"\r{percent}%")
         sys.stderr.write("\rdone\n")
-    assert sent.lines == ["done"]
+        print("x" * 10 * MAX_LINE)
+    assert sent.lines == ["done", "x" * MAX_LINE + " ..."]
 
 
 def test_of_a_flood_the_first_and_the_last_lines_are_sent_and_the_others_counted(
@@ -102,13 +105,6 @@ def test_each_line_is_sent_or_logged_where_the_worker_has_no_log_of_its_own(
     assert logged[-1] == "x" * (MAX_LINE + 1)
     assert len(logged) - 1 == sent.left_out > 0
     assert sorted(map(int, [*logged[:-1], *sent.lines[:-1]])) == list(range(many))
-
-
-def test_a_line_without_end_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    sent = Sent()
-    with Output(sent) as output, output.capture():
-        print("x" * 10 * MAX_LINE)
-    assert sent.lines == ["x" * MAX_LINE + " ..."]
 
 
 def test_printing_does_not_wait_for_a_driver_that_takes_nothing() -> None:
@@ -178,15 +174,6 @@ def test_a_stream_without_bytes_below_it_gets_text(monkeypatch: pytest.MonkeyPat
         sys.stdout.buffer.write("zweié\n".encode())
     assert notebook.getvalue() == "one\nzweié\n"
     assert sent.lines == ["one", "zweié"]
-
-
-def test_without_an_echo_nothing_is_written_there(capfd: pytest.CaptureFixture[str]) -> None:
-    sent = Sent()
-    with Output(sent) as output, output.capture(echo=False):
-        print("one")
-        sys.stdout.buffer.write(b"two\n")
-    assert sent.lines == ["one", "two"]
-    assert capfd.readouterr().out == ""
 
 
 def test_who_kept_a_stream_may_go_on_to_write(capfd: pytest.CaptureFixture[str]) -> None:
@@ -304,14 +291,15 @@ def test_lines_go_to_whoever_shows_them_and_leaving_waits_for_the_last() -> None
     assert seen == [(1, str(number)) for number in range(50)]
 
 
-def test_without_an_echo_nothing_is_written_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    with console_of(lambda *_: None) as console:
-        with forwarded(console.address, 0, echo=False):
-            print("once")
-        assert capsys.readouterr().out == ""
-        with forwarded(console.address, 0, echo=True):
-            print("once")
-        assert capsys.readouterr().out == "once\n"
+def test_without_an_echo_nothing_is_written_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+    with console_of(lambda *told: seen.append(told)) as console:
+        for echo, written in ((False, ""), (True, "once\nin bytes\n")):
+            with forwarded(console.address, 0, echo=echo):
+                print("once")
+                sys.stdout.buffer.write(b"in bytes\n")
+            assert capfd.readouterr().out == written
+    assert [line for _, lines, _ in seen for line in lines] == ["once", "in bytes"] * 2
 
 
 def test_a_console_that_cannot_be_reached_costs_the_output_only(
