@@ -61,7 +61,6 @@ def lines(directory: Path, rank: int) -> list[dict[str, Any]]:
     [
         (ParameterAveraging(2), 1),
         (ElasticAveraging(), 1),
-        (GradientAllReduce(), 1),
         (GradientAllReduce(accumulate=2), 2),
     ],
 )

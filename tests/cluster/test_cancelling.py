@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from frames import estimator, frame, with_features
+from frames import all_jobs_end, estimator, frame, with_features
 from models import Slow
 from pyspark import InheritableThread
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import LongType
 from test_preemption import processes_of, start, wait_for_checkpoint
+from waiting import eventually
 
 import sparkdl
 from sparkdl.errors import TrainingError
@@ -25,25 +26,12 @@ from sparkdl.errors import TrainingError
 pytestmark = pytest.mark.nightly
 
 
-def jobs_of(spark: SparkSession) -> int:
-    return len(spark.sparkContext.statusTracker().getActiveJobsIds())
-
-
-def no_job_is_left(spark: SparkSession) -> bool:
-    """Whether all jobs end soon; the tracker hears of an end a little after its caller does."""
-    deadline = time.monotonic() + 10
-    while jobs_of(spark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not jobs_of(spark)
-
-
 def test_cancelling_every_job_ends_the_fit_and_the_session_stays_usable(
     spark: SparkSession,
 ) -> None:
     def cancel() -> None:
-        deadline = time.monotonic() + 60
-        while not jobs_of(spark) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        tracker = spark.sparkContext.statusTracker()
+        eventually(tracker.getActiveJobsIds, 60)
         time.sleep(1)
         spark.sparkContext.cancelAllJobs()
 
@@ -54,7 +42,7 @@ def test_cancelling_every_job_ends_the_fit_and_the_session_stays_usable(
         estimator(model=Slow(0.05), epochs=500, timeout=300.0).fit(frame(spark))
     canceller.join()
     assert time.monotonic() - started < 60
-    assert no_job_is_left(spark)
+    assert all_jobs_end(spark)
     assert estimator().fit(frame(spark)).history[0].examples == 60
 
 
@@ -91,7 +79,7 @@ def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else
         context.setLocalProperty("spark.jobGroup.id", None)
     beside.join()
     assert others == [1]
-    assert no_job_is_left(spark)
+    assert all_jobs_end(spark)
 
 
 def test_cancelling_a_fit_while_its_upstream_is_shuffled_ends_it_at_once(
@@ -107,7 +95,7 @@ def test_cancelling_a_fit_while_its_upstream_is_shuffled_ends_it_at_once(
         estimator(timeout=300.0).fit(with_features(upstream))
     canceller.join()
     assert time.monotonic() - started < 40
-    assert no_job_is_left(spark)
+    assert all_jobs_end(spark)
 
 
 @pytest.mark.timeout(200)
@@ -119,10 +107,7 @@ def test_a_driver_that_is_killed_takes_every_worker_along(tmp_path: Path, number
         wait_for_checkpoint(path, driver)
         os.kill(driver.pid, number)
         driver.wait(30)
-        deadline = time.monotonic() + 15
-        while processes_of(driver.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert processes_of(driver.pid) == []
+        assert eventually(lambda: processes_of(driver.pid) == [], 15)
     finally:
         driver.kill()
         subprocess.run(["pkill", "-KILL", "-s", str(driver.pid)], check=False)
