@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hosts import Cluster, Host, Hosts, reason_not_to
+from test_preemption import wait_until
 
 reason = reason_not_to()
 pytestmark = [
@@ -28,14 +26,6 @@ CONF = {
     "spark.executor.instances": "1",
     "spark.executor.memory": "512m",
 }
-
-
-def wait_until(condition: Callable[[], object], driver: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert driver.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def runs_a_task(host: Host) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hosts import Cluster, Hosts, reason_not_to
 from models import lines
+from test_preemption import wait_until
 
 reason = reason_not_to()
 pytestmark = [
@@ -54,11 +55,7 @@ def fit_while(
         log=folder / "driver.log",
     )
     try:
-        deadline = time.monotonic() + 120
-        while not until():
-            assert driver.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(until, driver)
         deed()
         assert driver.wait(250) == 0
     finally:

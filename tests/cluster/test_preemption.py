@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 from sparkdl.checkpoint.storage import CheckpointStore
 
@@ -38,12 +39,14 @@ def result(output: Path) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
+def wait_until(condition: Callable[[], object], driver: subprocess.Popen[Any]) -> None:
+    """Wait for what happens while a driver runs."""
+    assert eventually(lambda: driver.poll() is not None or condition(), 120)
+    assert driver.poll() is None
+
+
 def wait_for_checkpoint(path: Path, driver: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 90
-    while not list(path.glob("checkpoint-*")):
-        assert driver.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: [*path.glob("checkpoint-*")], driver)
 
 
 def processes_of(session: int) -> list[str]:
@@ -68,10 +71,7 @@ def test_sigterm_writes_a_checkpoint_and_the_next_run_ends_in_the_same_bits(tmp_
     finally:
         driver.kill()
     assert not (tmp_path / "first").exists()
-    deadline = time.monotonic() + 10
-    while processes_of(driver.pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes_of(driver.pid) == []
+    assert eventually(lambda: processes_of(driver.pid) == [], 10)
 
     saved = CheckpointStore(str(path), keep_last=1).newest()
     assert saved is not None
