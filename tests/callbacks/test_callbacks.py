@@ -199,20 +199,6 @@ def test_callbacks_look_at_the_clock_while_nothing_happens_but_not_before_the_st
     assert told[-1] == "end"
 
 
-def test_what_ended_a_fit_reaches_every_callback() -> None:
-    def fail() -> Any:
-        raise ValueError("no model")
-
-    diary = Diary()
-    job, shards = with_held_out_rows(epochs=2)
-    bad = replace(job, loss=lambda outputs, targets: 1 / 0)
-    with pytest.raises(WorkerError, match="ZeroDivisionError"):
-        run_world(bad, shards, callbacks=[diary])
-    (what, error) = diary.lines[-1]
-    assert what == "end"
-    assert isinstance(error, WorkerError)
-
-
 def test_a_method_that_would_never_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Misspelt\.on_epoch_end would never be called"):
 
@@ -310,28 +296,20 @@ def test_a_fit_that_was_ended_within_an_epoch_still_has_the_best_model(tmp_path:
     assert same(resumed.module, straight.module)
 
 
-def test_a_training_goes_on_from_its_last_model_and_not_from_the_one_that_was_kept(
-    tmp_path: Path,
+OWN_STATES = {
+    "strategy": ParameterAveraging(2, average_optimizer_state=False),
+    "optimizer": partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+}
+
+
+@every(("changes", "kept"), [({}, 2), (OWN_STATES, 4)])
+def test_a_training_goes_on_from_its_last_model_and_states_and_not_from_the_one_that_was_kept(
+    changes: dict[str, Any], kept: int, tmp_path: Path
 ) -> None:
-    job, shards = oscillating(epochs=4)
+    job, shards = with_held_out_rows(epochs=4, **changes)
     policy = CheckpointPolicy(path=str(tmp_path))
-    run_world(job, shards, checkpoints=policy, callbacks=[Diary({2: Training.keep_model})])
+    run_world(job, shards, checkpoints=policy, callbacks=[Diary({kept: Training.keep_model})])
     longer = replace(job, epochs=6)
-    resumed = run_world(longer, shards, checkpoints=policy)
-    assert same(resumed.module, run_world(longer, shards).module)
-
-
-def test_worker_states_survive_a_checkpoint_that_is_written_for_the_kept_model(
-    tmp_path: Path,
-) -> None:
-    own = ParameterAveraging(2, average_optimizer_state=False)
-    job, shards = with_held_out_rows(
-        epochs=3, strategy=own, optimizer=partial(torch.optim.SGD, lr=0.5, momentum=0.9)
-    )
-    policy = CheckpointPolicy(path=str(tmp_path))
-    keep_last = Diary({3: Training.keep_model})
-    run_world(job, shards, checkpoints=policy, callbacks=[keep_last])
-    longer = replace(job, epochs=5)
     resumed = run_world(longer, shards, checkpoints=policy)
     assert same(resumed.module, run_world(longer, shards).module)
 
@@ -427,21 +405,18 @@ def test_every_callback_is_told_of_the_end_also_behind_one_that_fails_there() ->
     assert diary.lines == [("end", None)]
 
 
-def test_a_callback_that_fails_at_the_end_hides_nothing_that_ended_the_fit(
+def test_what_ended_a_fit_reaches_every_callback_whichever_fails_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*arguments: Any) -> None:
         raise KeyError("disk")
 
-    broken = type("Broken", (Callback,), {"on_end": fail})()
+    broken, diary = type("Broken", (Callback,), {"on_end": fail})(), Diary()
     job, shards = with_held_out_rows(epochs=1)
     bad = replace(job, loss=lambda outputs, targets: 1 / 0)
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
-        run_world(bad, shards, callbacks=[broken])
+        run_world(bad, shards, callbacks=[broken, diary])
     assert "callback Broken failed in on_end" in caplog.text
-
-
-def test_a_round_that_nobody_contributed_to_moves_no_step() -> None:
-    calls = Calls([], Training(1, step=7))
-    calls(RoundCommitted(3, ()))
-    assert calls.training.step == 7
+    (what, error) = diary.lines[-1]
+    assert what == "end"
+    assert isinstance(error, WorkerError)
