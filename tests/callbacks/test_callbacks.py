@@ -420,3 +420,9 @@ def test_what_ended_a_fit_reaches_every_callback_whichever_fails_at_the_end(
     (what, error) = diary.lines[-1]
     assert what == "end"
     assert isinstance(error, WorkerError)
+
+
+def test_a_round_that_nobody_contributed_to_moves_no_step() -> None:
+    calls = Calls([], Training(1, step=7))
+    calls(RoundCommitted(3, ()))
+    assert calls.training.step == 7

@@ -184,9 +184,7 @@ def test_the_norm_that_is_clipped_is_that_of_the_union_batch(
         at_the_gate(hybrid(2), [21, 16, 8, 3], 1e-6),
     ],
 )
-def test_float32_is_exact_to_its_precision(
-    strategy: Any, sizes: list[int], within: float
-) -> None:
+def test_float32_is_exact_to_its_precision(strategy: Any, sizes: list[int], within: float) -> None:
     data = classification(sizes, width=36, dtype=np.float32)
     columns = schema(36, torch.float32)
     outcome = trained(data, cnn().float(), strategy, schema=columns, epochs=3)

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 
 from sparkdl import LARS, GradientAllReduce
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.estimator.checks.building import LazyModelError, build
+from sparkdl.estimator.checks.building import LazyModelError
 from sparkdl.estimator.checks.preflight import (
     require_rate_counts,
     require_steady_state,

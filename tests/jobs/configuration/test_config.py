@@ -150,9 +150,7 @@ def test_the_flights_have_a_report_where_the_readme_says() -> None:
     assert _reports(none) == ""
 
 
-def test_what_is_missing_or_contradicts_is_said_before_spark_starts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_missing_or_contradicts_is_said_before_spark_starts() -> None:
     cases: list[tuple[JobName, list[str], str]] = [
         ("train", ["--model", "null"], "--model"),
         ("evaluate", ["--evaluation", "null"], "--evaluation"),
