@@ -18,7 +18,7 @@ from sparkdl.callbacks import MLflow, TrainingReport
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
-from sparkdl.estimator.params.settings import LONGEST, described
+from sparkdl.estimator.params.declaration import LONGEST, described
 from sparkdl.redaction import shown, without_credentials, without_secrets
 from sparkdl.spark.launch.rank_host import RankCall
 

@@ -24,7 +24,7 @@ from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
 from sparkdl.checkpoint.portable import other_buffers, put_state
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.checkpoint.trust import TrustArgument
-from sparkdl.durable.publishing import whole_directory
+from sparkdl.durable.local_files import whole_directory
 from sparkdl.encodings import named
 from sparkdl.encodings.scale import LARGEST, Scale
 from sparkdl.errors import CheckpointError, ConfigError

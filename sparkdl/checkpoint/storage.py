@@ -39,8 +39,7 @@ from sparkdl.checkpoint.container import (
     write_pieces,
 )
 from sparkdl.durable.lease import Lease, held
-from sparkdl.durable.local_files import STORAGE_ERRORS, Files, LocalFiles, exists
-from sparkdl.durable.publishing import put_file
+from sparkdl.durable.local_files import STORAGE_ERRORS, Files, LocalFiles, exists, put_file
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import without_credentials
 

@@ -16,8 +16,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparkdl.dedup.hashing import IMAGE_HASHES, grey_images
-from sparkdl.durable.local_files import LocalFiles
-from sparkdl.durable.publishing import put_file
+from sparkdl.durable.local_files import LocalFiles, put_file
 from sparkdl.report.html import table, text
 from sparkdl.report.page import POLICY
 from sparkdl.spark.rows.columns import quoted

@@ -18,7 +18,6 @@ from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.checkpoint.policy import CheckpointPolicy
-from sparkdl.driver.measuring import Measuring
 from sparkdl.driver.resuming import (
     has_ended,
     identity,
@@ -26,7 +25,7 @@ from sparkdl.driver.resuming import (
     plan_of,
     saved_on_sigterm,
 )
-from sparkdl.driver.serving import Observers, Serving, setup_of, training_of
+from sparkdl.driver.serving import Measuring, Observers, Serving, setup_of, training_of
 from sparkdl.errors import (
     CallbackError,
     CollectiveError,

@@ -21,14 +21,12 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError
 from sparkdl.estimator.checks.preflight import FitPlan, plan_fit
 from sparkdl.estimator.checks.row_checks import Checked, RowChecks, run_checked
-from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.in_stage import fit_in_stage, require_in_stage
 from sparkdl.estimator.model import TorchModel
 from sparkdl.estimator.outputs import ChosenOutputs
-from sparkdl.estimator.params.declaration import constructor
+from sparkdl.estimator.params.declaration import constructor, settings_of
 from sparkdl.estimator.params.estimators import TorchEstimatorParams
-from sparkdl.estimator.params.settings import settings_of
 from sparkdl.estimator.persistence import (
     DirectoryWriter,
     StageReader,
@@ -36,6 +34,7 @@ from sparkdl.estimator.persistence import (
     require_savable_grid,
 )
 from sparkdl.estimator.progress import ProgressBar
+from sparkdl.estimator.schema import FitSettings
 from sparkdl.process.lazy_compiler import compiler_deferred
 from sparkdl.report import TrainingSummary
 from sparkdl.spark.catalyst.jvm import is_of_connect

@@ -25,8 +25,7 @@ from sparkdl.checkpoint.module_files import read_json_object
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
 from sparkdl.errors import ConfigError, SparkDLError
-from sparkdl.estimator.params.declaration import DeclaredParams
-from sparkdl.estimator.params.settings import described
+from sparkdl.estimator.params.declaration import DeclaredParams, described
 from sparkdl.redaction import shown
 from sparkdl.spark.catalyst.versions import searched_grid
 from sparkdl.spark.storage.files import fetch, publish

@@ -12,8 +12,7 @@ from pyspark.sql import DataFrame
 from sparkdl.errors import DataError
 from sparkdl.events import EpochSummary
 from sparkdl.jobs import logs
-from sparkdl.jobs.command import JobContext, JobOutput, run_command
-from sparkdl.jobs.locations import load_model
+from sparkdl.jobs.command import JobContext, JobOutput, load_model, run_command
 
 
 def main(arguments: list[str] | None = None) -> int:

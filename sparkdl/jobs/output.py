@@ -37,8 +37,16 @@ import pyarrow as pa
 from pyarrow import fs
 
 from sparkdl.durable.lease import Lease, belongs_to_lease, held
-from sparkdl.durable.local_files import Files, LocalFiles, delete, exists, synchronize
-from sparkdl.durable.publishing import ASIDE, put_file, replace_directory
+from sparkdl.durable.local_files import (
+    ASIDE,
+    Files,
+    LocalFiles,
+    delete,
+    exists,
+    put_file,
+    replace_directory,
+    synchronize,
+)
 from sparkdl.errors import CheckpointError, ConfigError, InUseError
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.errors import CheckpointError
 from sparkdl.jobs import logs
-from sparkdl.jobs.command import JobContext, JobOutput, run_command
-from sparkdl.jobs.locations import load_model, locate
+from sparkdl.jobs.command import JobContext, JobOutput, load_model, locate, run_command
 from sparkdl.jobs.sources import TableFormat
 
 

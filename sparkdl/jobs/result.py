@@ -18,8 +18,7 @@ import torch
 from pyarrow import fs
 from pyspark.errors import AnalysisException, ParseException
 
-from sparkdl.durable.local_files import LocalFiles
-from sparkdl.durable.publishing import put_file
+from sparkdl.durable.local_files import LocalFiles, put_file
 from sparkdl.errors import (
     CheckpointError,
     ConfigError,

@@ -15,9 +15,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.estimator.estimator import TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.jobs import logs
-from sparkdl.jobs.command import JobContext, JobOutput, run_command
+from sparkdl.jobs.command import JobContext, JobOutput, run_command, torch_model
 from sparkdl.jobs.evaluate import Score, format_history, format_scores, measure, require_rows
-from sparkdl.jobs.locations import torch_model
 
 NETWORK = "network"
 """The network's name among the baselines."""

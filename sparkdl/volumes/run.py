@@ -22,7 +22,7 @@ from sparkdl.spark.cluster.slots import most_slots
 from sparkdl.spark.inference.failures import told_in_driver
 from sparkdl.spark.launch.environments import checked
 from sparkdl.user_code.tracebacks import message_of
-from sparkdl.volumes.chunk import Recipe, mirrored
+from sparkdl.volumes.chunk import Reading, Recipe, mirrored
 from sparkdl.volumes.grid import (
     Chunks,
     Patches,
@@ -32,7 +32,6 @@ from sparkdl.volumes.grid import (
     require_chunk,
 )
 from sparkdl.volumes.network import PatchModel, identity_of
-from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.records import Marker, Records, alone, digest_of
 from sparkdl.volumes.store import Place, Volume, created, require_apart
 from sparkdl.volumes.task import ChunkTask

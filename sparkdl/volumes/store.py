@@ -23,8 +23,8 @@ from torch import Tensor
 
 from sparkdl.errors import ConfigError, DataError, SetupError, SparkDLError
 from sparkdl.redaction import shown, without_credentials
+from sparkdl.volumes.chunk import require_held
 from sparkdl.volumes.grid import Bounds, Sizes
-from sparkdl.volumes.numbers import require_held
 
 Place = str | os.PathLike[str] | Mapping[str, Any]
 """A path, a URL as tensorstore takes it, or its JSON specification."""

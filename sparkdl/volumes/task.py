@@ -10,10 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from sparkdl.process.torch_settings import share_freed_memory
-from sparkdl.volumes.chunk import Recipe, predict_chunk, read_chunk
+from sparkdl.volumes.chunk import Reading, Recipe, predict_chunk, read_chunk
 from sparkdl.volumes.grid import Chunks, Sizes
 from sparkdl.volumes.network import PatchModel
-from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.records import Marker, Records
 from sparkdl.volumes.store import Volume
 

@@ -18,7 +18,7 @@ from torch import nn
 from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.module_files import SavedModule, load_module, write_module
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.durable.publishing import ASIDE
+from sparkdl.durable.local_files import ASIDE
 from sparkdl.spark.storage.files import fetch, publish
 
 

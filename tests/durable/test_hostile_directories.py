@@ -18,8 +18,7 @@ import pytest
 from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.durable import lease
-from sparkdl.durable.local_files import LocalFiles
-from sparkdl.durable.publishing import put_directory
+from sparkdl.durable.local_files import LocalFiles, put_directory
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.result import clear_result, write_result

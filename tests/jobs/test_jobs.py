@@ -27,10 +27,10 @@ from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, Worke
 from sparkdl.events import EpochSummary
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.jobs import command, logs
+from sparkdl.jobs.command import locate
 from sparkdl.jobs.configuration.grammar import read_settings
 from sparkdl.jobs.evaluate import Score, format_scores
 from sparkdl.jobs.evaluate import main as evaluate
-from sparkdl.jobs.locations import locate
 from sparkdl.jobs.output import MARKER, Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.result import Exit, exit_of

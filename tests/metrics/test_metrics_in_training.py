@@ -292,6 +292,6 @@ def test_more_than_the_driver_takes_is_refused_with_what_to_do(
     ):
         run_world(job, shards)
     monkeypatch.undo()
-    monkeypatch.setattr("sparkdl.driver.measuring.MAX_NUMBERS", 8)
+    monkeypatch.setattr("sparkdl.driver.serving.MAX_NUMBERS", 8)
     with pytest.raises(ConfigError, match="'confusion' has 9 values"):
         run_world(job, shards)

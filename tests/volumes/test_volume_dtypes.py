@@ -23,10 +23,9 @@ from volume_case import bump
 from sparkdl.errors import DataError
 from sparkdl.protocols import ColumnSpec
 from sparkdl.volumes.blend import MovingSum, axis_weights, weights_within
-from sparkdl.volumes.chunk import Recipe, predict_chunk
+from sparkdl.volumes.chunk import Reading, Recipe, predict_chunk
 from sparkdl.volumes.grid import Chunks, Patches, starts_of
 from sparkdl.volumes.network import PatchModel
-from sparkdl.volumes.numbers import Reading
 from sparkdl.volumes.store import Volume, created
 
 BFLOAT16 = bfloat16.numpy_dtype

@@ -2,18 +2,24 @@
 
 While an event is decided on, nothing is carried out. Whoever has told the coordinator of the event
 makes the calls afterwards: ``service/server.py`` with sockets, others in virtual time.
+
+What the events of a run have in common: each has its time, and ends in decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
-from sparkdl.averager.coordination.membership import Member
+from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.messages.run_events import Progress, RunEvent
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.feed.statistics.shards import DataStatistics
+
+if TYPE_CHECKING:
+    from sparkdl.averager.coordination.coordinator import Coordinator
 
 
 class Decision(NamedTuple):
@@ -155,3 +161,56 @@ def carry_out(decisions: list[Decision], actions: Actions) -> None:
     """Make the calls."""
     for action, arguments, options in decisions:
         getattr(actions, action)(*arguments, **options)
+
+
+P = ParamSpec("P")
+Event = Callable[Concatenate[float, P], list[Decision]]
+"""An event as others tell of it: with the time, in seconds; never less than in the one before."""
+
+
+def event(
+    decide: Callable[Concatenate[Coordinator, P], None],
+) -> Callable[Concatenate[Coordinator, float, P], list[Decision]]:
+    """Make an event of a method: it is also given the time, and returns what was decided.
+
+    Events of members that have lost their place are ignored, except ``finished``: they will not
+    come back, because their work is done. An error ends the run. Once that has ended, whoever joins
+    is refused, and a checkpoint may still be written.
+    """
+    name = decide.__name__.lstrip("_")
+
+    @wraps(decide)
+    def handled(
+        self: Coordinator, now: float, /, *arguments: P.args, **options: P.kwargs
+    ) -> list[Decision]:
+        decided: list[Decision] = []
+        self.do.decisions = decided
+        if self.members.look(now):
+            self.checkpoints.restart_clock()
+        member = next((each for each in arguments if isinstance(each, Member)), None)
+        if self.ended:
+            if name == "joined" and member is not None:
+                self._refuse(member, self.farewell)
+            elif name == "checkpoint_ended":
+                self.checkpoints.finish(saved=bool(options["saved"]))
+            return decided
+        if member is not None and name != "joined":
+            if member.gone and name != "finished":
+                return decided
+            self.members.note_heartbeat(member.rank)
+        certain = 0
+        try:
+            decide(self, *arguments, **options)
+            certain = len(decided)
+            if self.round.queue and not self.ended:
+                self._enter_held()
+        except SparkDLError as error:
+            del decided[certain:]
+            if isinstance(error, FencedError) and member is not None:
+                self._refuse(member, str(error))
+            else:
+                self._fail(error)
+        return decided
+
+    handled.__name__ = name
+    return handled

@@ -28,10 +28,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sparkdl.averager.coordination import checks
-from sparkdl.averager.coordination.events import event
-from sparkdl.averager.coordination.full_round import FullRound
+from sparkdl.averager.coordination.actions import event
 from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.coordination.rank_states import RankState, Window
+from sparkdl.averager.coordination.round import FullRound
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, RunState
 from sparkdl.averager.messages.run_events import (
     CheckpointSaved,

@@ -20,9 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparkdl.averager.coordination.actions import Decision
+from sparkdl.averager.coordination.actions import Decision, Event, P
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.events import Event, P
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.headers import stopped_header

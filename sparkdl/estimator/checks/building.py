@@ -13,9 +13,8 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.params.converters import SEVERAL_OPTIMIZERS
-from sparkdl.estimator.schema import fed_columns
+from sparkdl.estimator.schema import FitSettings, fed_columns
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, LossFunction
 from sparkdl.replica import Replica

@@ -19,11 +19,10 @@ from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, ModelError, TrainingError
 from sparkdl.estimator.checks.building import build_whole
-from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.outputs import MetricInputs
-from sparkdl.estimator.params.settings import described
-from sparkdl.estimator.schema import fed_columns
+from sparkdl.estimator.params.declaration import described
+from sparkdl.estimator.schema import FitSettings, fed_columns
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.metrics import Metrics

@@ -15,9 +15,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from sparkdl.averager.coordination.actions import Actions, carry_out
+from sparkdl.averager.coordination.actions import Actions, Event, P, carry_out
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.events import Event, P
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.run_events import RunEvent

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.accumulators import _accumulatorRegistry, _deserialize_accumulator
 
-from sparkdl.spark.catalyst.core import SparkFiles
+from sparkdl.spark.catalyst.jvm import SparkFiles
 
 _ADDED = pa.schema([("added to accumulators", pa.binary())])
 

@@ -9,8 +9,7 @@ from typing import Any
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import types as T
 
-from sparkdl.spark.catalyst.core import Py4JError
-from sparkdl.spark.catalyst.jvm import is_of_connect
+from sparkdl.spark.catalyst.jvm import Py4JError, is_of_connect
 from sparkdl.spark.catalyst.versions import column_bridge
 
 logger = logging.getLogger(__name__)

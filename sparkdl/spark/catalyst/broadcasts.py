@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from sparkdl.spark.catalyst.core import Broadcast, Py4JError, SparkContext
+from sparkdl.spark.catalyst.jvm import Broadcast, Py4JError, SparkContext
 
 # PySpark's class can only be pickled in the driver, so a model that holds one could not be copied.
 Broadcast.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]

@@ -9,8 +9,7 @@ from typing import Any
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
-from sparkdl.spark.catalyst.core import SparkContext
-from sparkdl.spark.catalyst.jvm import is_of_connect, setting, with_fallback
+from sparkdl.spark.catalyst.jvm import SparkContext, is_of_connect, setting, with_fallback
 
 _SPLITS = re.compile(r"\bsplits=(\d+)")
 """How an explained plan says into how many partitions a range is split."""

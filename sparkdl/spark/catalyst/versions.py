@@ -18,7 +18,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import types as T
 
-from sparkdl.spark.catalyst.core import RDD
+from sparkdl.spark.catalyst.jvm import RDD
 
 HAS_PROFILES = "profile" in inspect.signature(DataFrame.mapInArrow).parameters
 """Whether ``mapInArrow`` takes a resource profile: Spark 4.0 and newer."""

@@ -16,8 +16,7 @@ from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import SparkSession
 
 from sparkdl.spark.catalyst.broadcasts import broadcast, destroy
-from sparkdl.spark.catalyst.core import Broadcast, SparkFiles
-from sparkdl.spark.catalyst.jvm import is_of_connect
+from sparkdl.spark.catalyst.jvm import Broadcast, SparkFiles, is_of_connect
 
 PIECE_BYTES = 8 << 20
 """The size of the files in which more travels: what has changed changes few of them."""

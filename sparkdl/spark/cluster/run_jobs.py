@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pyspark import InheritableThread
 
 from sparkdl.spark.catalyst.cluster import jobs_with_tag
-from sparkdl.spark.catalyst.core import Py4JError, SparkContext, SparkStageInfo
+from sparkdl.spark.catalyst.jvm import Py4JError, SparkContext, SparkStageInfo
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.errors import WorkerLostError
 from sparkdl.spark.catalyst.cluster import FailedTask, failed_tasks
-from sparkdl.spark.catalyst.core import Py4JError
+from sparkdl.spark.catalyst.jvm import Py4JError
 
 logger = logging.getLogger(__name__)
 

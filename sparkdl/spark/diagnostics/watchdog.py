@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from sparkdl.averager.service.server import Averager
 from sparkdl.errors import CollectiveError, DeadlineError
 from sparkdl.spark.catalyst.cluster import feeds_a_shuffle
-from sparkdl.spark.catalyst.core import Py4JError, SparkContext, SparkStageInfo
+from sparkdl.spark.catalyst.jvm import Py4JError, SparkContext, SparkStageInfo
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.stacks import Stacks

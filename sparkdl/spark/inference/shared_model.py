@@ -20,7 +20,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.buffers import ModuleState, tensors_of
 from sparkdl.spark.catalyst.broadcasts import is_of_running_session
-from sparkdl.spark.catalyst.core import Broadcast
+from sparkdl.spark.catalyst.jvm import Broadcast
 from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
 from sparkdl.spark.modules.arrival import Shipment, arrive, importable
 from sparkdl.spark.modules.shipping import ship

@@ -20,7 +20,7 @@ from sparkdl.errors import RowsLostError
 from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.process.interrupts import interrupted_by_signals_alone
 from sparkdl.spark.catalyst.accumulators import added_here, counted, restore
-from sparkdl.spark.catalyst.core import SparkFiles
+from sparkdl.spark.catalyst.jvm import SparkFiles
 from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.cluster.slots import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal

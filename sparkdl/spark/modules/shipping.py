@@ -28,8 +28,7 @@ from pyspark.sql import SparkSession
 
 from sparkdl.checkpoint.identity import BY_NAME
 from sparkdl.errors import ConfigError
-from sparkdl.spark.catalyst.core import SparkFiles
-from sparkdl.spark.catalyst.jvm import is_of_connect, setting
+from sparkdl.spark.catalyst.jvm import SparkFiles, is_of_connect, setting
 from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.user_code.needed_modules import HOW_OTHERS_TRAVEL, INSTALLED, imported_names

@@ -10,8 +10,8 @@ import pyspark
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError, DataError, SetupError
-from sparkdl.spark.catalyst.core import Py4JError
 from sparkdl.spark.catalyst.jvm import (
+    Py4JError,
     end_of_jvm,
     has_jvm,
     is_of_connect,

@@ -24,8 +24,13 @@ from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 from sparkdl.errors import ConfigError, SetupError
-from sparkdl.spark.catalyst.core import CAN_START_SPARK, Py4JJavaError
-from sparkdl.spark.catalyst.jvm import is_stopped, is_true, running_context
+from sparkdl.spark.catalyst.jvm import (
+    CAN_START_SPARK,
+    Py4JJavaError,
+    is_stopped,
+    is_true,
+    running_context,
+)
 
 PLAINTEXT = "spark.sparkdl.collective.plaintext"
 """Setting: whether gloo and NCCL may be used despite demands to encrypt or authenticate."""

@@ -21,13 +21,18 @@ from urllib.parse import urlparse
 import pyarrow as pa
 from pyarrow import fs
 
-from sparkdl.durable.local_files import delete, exists
-from sparkdl.durable.publishing import ASIDE, put_directory, replace_directory, whole_directory
+from sparkdl.durable.local_files import (
+    ASIDE,
+    delete,
+    exists,
+    put_directory,
+    replace_directory,
+    whole_directory,
+)
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.redaction import shown, without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
-from sparkdl.spark.catalyst.core import Py4JError
-from sparkdl.spark.catalyst.jvm import running_context
+from sparkdl.spark.catalyst.jvm import Py4JError, running_context
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from every_row import every
 from summed import sums_of
 
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.full_round import FullRound
 from sparkdl.averager.coordination.membership import Tolerance
+from sparkdl.averager.coordination.round import FullRound
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.run_events import (
     EpochCounted,

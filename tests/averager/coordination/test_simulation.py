@@ -14,8 +14,8 @@ from support.simulation.averager import Averager
 from support.simulation.plan import Fault, Kind, Plan, random_plan, shrink
 from support.simulation.run import Violation, simulate
 
+from sparkdl.averager.coordination.actions import event
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.coordination.events import event
 from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.coordination.rank_states import RankState, Window
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import sparkdl
-from sparkdl.estimator.fit_settings import FitSettings
 from sparkdl.estimator.params.declaration import (
     GROUPS,
     Declaration,
@@ -20,6 +19,7 @@ from sparkdl.estimator.params.declaration import (
     Default,
     documented,
 )
+from sparkdl.estimator.schema import FitSettings
 
 FOLDER = Path(sparkdl.__file__).parent / "estimator" / "params"
 MODULES = ("columns", "training", "estimators")

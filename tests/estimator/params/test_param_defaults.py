@@ -36,7 +36,7 @@ from sparkdl.checkpoint.identity import describe
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.settings import LONGEST, described, settings_of
+from sparkdl.estimator.params.declaration import LONGEST, described, settings_of
 from sparkdl.protocols import Batch
 
 GIVEN: dict[str, Any] = {
