@@ -46,7 +46,7 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("plan", "predict", "train"),
         ("evaluate",),
         ("command",),
-        ("configuration", "locations"),
+        ("configuration",),
         ("logs", "output", "result", "sources"),
     ],
     "spark": [
@@ -68,7 +68,6 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("task",),
         ("network", "records"),
         ("store",),
-        ("numbers",),
         ("chunk",),
         ("blend",),
         ("grid",),

@@ -1,8 +1,7 @@
 """What the driver does with the workers' reports: it checks their rows and informs listeners.
 
-That includes what callbacks and reports see of a training.
-
-The driver's part of metrics: turning all workers' counts into numbers, epoch by epoch.
+That includes what callbacks and reports see of a training, and metrics: all workers' counts become
+numbers, epoch by epoch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Local files with what pyarrow leaves out: durability, and caution about what others put there.
+"""Local files that are whole or not there, and caution about what others put beside them.
+
+What is to replace something is written aside and synchronized, then renamed, then the directory is
+synchronized, and only then is what it replaces deleted.
 
 A file's bytes are safe from a loss of power once the file has been fsynced, a directory's entries
 once the directory has been; a rename guarantees neither.
@@ -7,11 +10,6 @@ Whoever else may write to a directory can put a link, a pipe or another director
 what we are about to open. So each path is walked from descriptor to descriptor and no link in it is
 followed; what is written is a new file under a name that nobody can guess, which is renamed once it
 is whole; and only regular files are read.
-
-Files and directories that are there whole or not at all, whatever interrupts who writes them.
-
-Everything is written aside and synchronized, then renamed, then the directory is synchronized, and
-only then is what it replaces deleted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``TorchModel``: a trained module whose outputs become columns of your choice.
 
-What ``transform`` must know about a module trained elsewhere, derived from an example.
+Of a module that was trained elsewhere, what ``transform`` has to know is found out by an example.
 """
 
 from __future__ import annotations

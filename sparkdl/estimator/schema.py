@@ -1,7 +1,4 @@
-"""Decides before training, by Params and a DataFrame's schema, which tensors are fed.
-
-What a fit makes of an estimator's Params; a fit's own copy of the estimator keeps them.
-"""
+"""What a fit makes of an estimator's Params and a DataFrame's schema: settings, and what is fed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What train, evaluate and predict have in common: session, output, result and exit code.
-
-Where outputs and saved models are, according to how Spark reads their paths.
-"""
+"""What train, evaluate and predict have in common: session, paths, output, result and exit code."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ for the patches of each place along the first axis:
     add them, weighted, to the sum
     write the blocks that no later patch reaches
 
-The numbers of an array where they change their type, and a digest of those that were read.
+Numbers that change their type on the way are checked, and those that were read have a digest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What the decisions of a run have done at the border to the outside: calls, recorded in order.
+"""Events of a run, and what is decided on them: calls to the outside, recorded in order.
 
 While an event is decided on, nothing is carried out. Whoever has told the coordinator of the event
 makes the calls afterwards: ``service/server.py`` with sockets, others in virtual time.
-
-What the events of a run have in common: each has its time, and ends in decisions.
 """
 
 from __future__ import annotations

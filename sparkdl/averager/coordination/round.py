@@ -1,4 +1,6 @@
-"""Who takes part in a round; ``rank_states`` knows how far each of them has come.
+"""Who takes part in a round, and what part of a full round it is.
+
+``rank_states`` knows how far each of them has come::
 
     group       the active ranks whose contributions form the round: it is committed
                 once each of them has contributed
@@ -10,8 +12,6 @@
 
 A rank whose window was its last of the epoch is no longer active; its reply comes once no rank has
 rows left, that is, with the epoch's final center. Then all are active again.
-
-What part of a full round the windows of a round are.
 
 A round moves the center by the part of a full round's weight that it has, so that a row weighs the
 same whoever else is in its round. Otherwise a round of one would move the center as far as a round

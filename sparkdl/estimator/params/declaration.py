@@ -1,9 +1,8 @@
 """One declaration a Param: pyspark.ml's Param, its accessors, its argument, its documentation.
 
 The types that editors and mypy see are in the ``.pyi`` beside each table of declarations; the test
-of the stubs says how to write them anew.
-
-A fit's Params as text, for reports and experiment trackers.
+of the stubs says how to write them anew. Reports and experiment trackers have a fit's Params as
+text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The driver's JVM: whether it is there, whose session it has, how it has ended, what it lacks.
 
-Names of PySpark that need a JVM in this process, and what stands for them where there is none.
-
-A client of Spark Connect (``pyspark-client``) has neither py4j nor ``pyspark.core``. It never meets
+Some names of PySpark need a JVM in this process, and others stand for them where there is none. A
+client of Spark Connect (``pyspark-client``) has neither py4j nor ``pyspark.core``. It never meets
 an instance of these classes, but code that serves both kinds of sessions asks for them. Each has a
 name of its own, by which a task that a client sends finds Spark's class on an executor.
 """

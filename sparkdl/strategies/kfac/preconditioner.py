@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
-from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.arguments import (
     FRACTION,
     POSITIVE,
@@ -35,6 +34,7 @@ from sparkdl.strategies.arguments import (
 )
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.kfac.layers import FactoredLayer, assign, factored_layers
+from sparkdl.strategies.transform import Step, Transform
 from sparkdl.strategies.worker_group import Grid
 
 EARLY_STEPS = 100

@@ -1,7 +1,4 @@
-"""Ranks in processes of a task, and a stage whose first task serves the others.
-
-What comes back from the first task of a stage, in a client that trusts it with nothing more.
-"""
+"""Ranks in processes of a task, a stage whose first task serves the others, and what it answers."""
 
 from __future__ import annotations
 
