@@ -21,6 +21,7 @@ from waiting import eventually
 
 import sparkdl
 from sparkdl.errors import TrainingError
+from sparkdl.spark.cluster.slots import count_running_tasks
 
 # They wait, and need sessions of their own.
 pytestmark = pytest.mark.nightly
@@ -48,11 +49,13 @@ def test_cancelling_every_job_ends_the_fit_and_the_session_stays_usable(
 
 @pytest.mark.parametrize("fits", [True, False], ids=["fit", "run"])
 def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else(
-    spark: SparkSession, fits: bool
+    spark: SparkSession, fits: bool, tmp_path: Path
 ) -> None:
     """Notebooks have a job group for each cell, and cancel that."""
     context = spark.sparkContext
     others: list[int] = []
+    cell, over = f"cell {fits}", str(tmp_path / "over")
+    assert eventually(lambda: count_running_tasks(spark) == 0, 60)  # cancelled ones take a while
 
     def train() -> None:
         if fits:
@@ -60,14 +63,25 @@ def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else
         else:
             sparkdl.run(time.sleep, 300, num_workers=2)
 
+    def one_when_over(_: int) -> int:
+        until = time.monotonic() + 120
+        while not os.path.exists(over) and time.monotonic() < until:
+            time.sleep(0.1)
+        return int(os.path.exists(over))
+
     def other() -> None:
         context.setJobGroup("another", "goes on")
-        others.append(context.parallelize([1], 1).map(lambda one: time.sleep(6) or one).sum())
+        others.append(context.parallelize([1], 1).map(one_when_over).sum())
+
+    def cancel() -> None:
+        eventually(lambda: context.statusTracker().getJobIdsForGroup(cell), 60)
+        time.sleep(1)
+        context.cancelJobGroup(cell)
 
     beside = InheritableThread(target=other)
     beside.start()
-    canceller = threading.Timer(4.0, context.cancelJobGroup, ["cell 7"])
-    context.setJobGroup("cell 7", "what the user is waiting for")
+    canceller = threading.Thread(target=cancel)
+    context.setJobGroup(cell, "what the user is waiting for")
     canceller.start()
     started = time.monotonic()
     try:
@@ -75,7 +89,8 @@ def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else
             train()
         assert time.monotonic() - started < 60
     finally:
-        canceller.cancel()
+        Path(over).touch()
+        canceller.join()
         context.setLocalProperty("spark.jobGroup.id", None)
     beside.join()
     assert others == [1]

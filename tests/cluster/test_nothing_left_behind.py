@@ -229,7 +229,7 @@ def refused_fits(spark: SparkSession, folder: Path) -> None:
     """The null is on one of three workers; what is found is found by all of them."""
     rows = frame(spark, partitions=3).selectExpr("features", "if(id = 3, null, label) AS label")
     for _ in range(2):
-        with pytest.raises(DataError, match="1 null values in 60 rows"):
+        with pytest.raises(DataError, match="1 null value in 60 rows"):
             estimator(numWorkers=3).fit(rows)
 
 
