@@ -168,7 +168,8 @@ class StageReader(MLReader[Any]):
                 return restore_params(self._make(directory, metadata), metadata)
             except ConfigError as error:
                 # What was read may be a copy, which nobody else has seen.
-                raise ConfigError(str(error).replace(str(directory), shown(path))) from error
+                told = str(error).replace(str(directory), shown(path))
+                raise ConfigError(told) from error.__cause__
 
 
 def read_estimator(
