@@ -136,13 +136,6 @@ def is_of_connect(value: object) -> bool:
     return any(each.__module__.startswith("pyspark.sql.connect.") for each in type(value).__mro__)
 
 
-def setting(spark: SparkSession, name: str) -> str | None:
-    """A setting of a session's application; None if it has none."""
-    if is_of_connect(spark):
-        return spark.conf.get(name, None)  # Spark copies the application's into each session's
-    return spark.sparkContext.getConf().get(name)
-
-
 def size_setting(spark: SparkSession, name: str, default: str) -> int:
     """A setting of a session's application that is a size, in bytes.
 
@@ -216,6 +209,19 @@ def with_fallback(plain: Callable[..., Any]) -> Callable[[Callable[P, R]], Calla
         return call
 
     return decorate
+
+
+def _setting_of_copy(spark: SparkSession, name: str) -> str | None:
+    if is_of_connect(spark):
+        return spark.conf.get(name, None)  # Spark copies the application's into each session's
+    return spark.sparkContext.getConf().get(name)
+
+
+@with_fallback(_setting_of_copy)
+def setting(spark: SparkSession, name: str) -> str | None:
+    """A setting of a session's application; None if it has none."""
+    # ``getConf`` copies all settings to the JVM and back, which takes 10 ms.
+    return spark.sparkContext._conf.get(name)
 
 
 def _is_missing_name(error: Exception) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pyspark.sql import SparkSession
 
 from sparkdl.arguments import counted
-from sparkdl.spark.catalyst.jvm import is_of_connect
+from sparkdl.spark.catalyst.jvm import is_of_connect, setting
 from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,8 @@ class Display:
 
 def driver_hosts(spark: SparkSession) -> tuple[str, str]:
     """The interface that services in the driver bind to, and the host name that workers use."""
-    conf = spark.sparkContext.getConf()
-    advertised = conf.get("spark.driver.host") or "127.0.0.1"
-    return conf.get("spark.driver.bindAddress") or advertised, advertised
+    advertised = setting(spark, "spark.driver.host") or "127.0.0.1"
+    return setting(spark, "spark.driver.bindAddress") or advertised, advertised
 
 
 def echoes(spark: SparkSession) -> bool:

@@ -53,7 +53,7 @@ def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
 
 
 def session_with(master: str, conf: dict[str, str]) -> Any:
-    context = SimpleNamespace(master=master, getConf=lambda: conf)
+    context = SimpleNamespace(master=master, _conf=conf)
     return SimpleNamespace(sparkContext=context)
 
 
@@ -298,7 +298,7 @@ def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPa
 
 def ports(text: str | None) -> tuple[int, int] | None:
     conf = {"spark.sparkdl.driver.port": text}
-    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(getConf=lambda: conf))
+    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(_conf=conf))
     return driver_ports(session)
 
 

@@ -189,7 +189,7 @@ def job_that(rows: Callable[[], Any], service: RunService, *, starts: bool = Tru
         "cancelJobsWithTag",
     )
     context = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
-    context.getConf = dict[str, str]
+    context._conf = {}
     frame.sparkSession = SimpleNamespace(sparkContext=context)
     workers = Workers(
         frame=frame,  # type: ignore[arg-type]
