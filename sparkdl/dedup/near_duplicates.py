@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 SAMPLE = 20_000
 """Words from which the keys are chosen."""
+ROWS_A_TASK = 20_000
+"""Few enough that tasks take seconds."""
 FULL = 30_000
 """Words that share a key, from which on the user is told."""
 
@@ -73,30 +76,39 @@ class NearDuplicates(
             imagehash()
         with small_record_batches(dataset.sparkSession):
             rows = hashes(dataset, kind, self.getInputCol(), self.getWithin(), self.getKeep())
-            words = (
-                rows.where("word is not null")
-                .groupBy("group", "word")
-                .agg(F.min("first").alias("first"), F.count("*").alias("rows"))
-            )
-            with persisted(rows, words):
+            with persisted(rows):
                 counts = self._counted(rows)
-                found = Found(
-                    threshold=self.getThreshold(),
-                    hash=kind,
-                    grouped=self.getWithin() is not None,
-                    different=words.count(),
-                    **counts,
+                # Of a frame that it keeps, Spark would read each of its 200 partitions in a task.
+                tasks = math.ceil(counts["rows"] / ROWS_A_TASK)
+                words = (
+                    rows.where("word is not null")
+                    .groupBy("group", "word")
+                    .agg(F.min("first").alias("first"), F.count("*").alias("rows"))
+                    .coalesce(tasks)
                 )
-                keys = _keys(words, found.different, found.threshold)
-                near = decided(words, keys, found.threshold)
-                model = NearDuplicatesModel(near.persist(), keys, found)
-                try:
-                    model.words.count()  # computed now, while the hashes are there
-                except BaseException:
-                    model.unpersist()
-                    raise
+                with persisted(words):
+                    model = self._decided(words, tasks, counts)
         model._dataset = dataset
         return self._copyValues(model)
+
+    def _decided(self, words: DataFrame, tasks: int, counts: dict[str, Any]) -> NearDuplicatesModel:
+        """Find the near pairs of the different hashes, now."""
+        found = Found(
+            threshold=self.getThreshold(),
+            hash=self.getHash(),
+            grouped=self.getWithin() is not None,
+            different=words.count(),
+            **counts,
+        )
+        keys = _keys(words, found.different, found.threshold)
+        near = decided(words, keys, found.threshold).coalesce(tasks)
+        model = NearDuplicatesModel(near.persist(), keys, found)
+        try:
+            model.words.count()  # computed now, while the hashes are there
+        except BaseException:
+            model.unpersist()
+            raise
+        return model
 
     def _counted(self, rows: DataFrame) -> dict[str, Any]:
         """Count the rows, and those without a hash.

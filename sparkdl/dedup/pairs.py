@@ -23,7 +23,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
@@ -132,43 +132,44 @@ def near(left: DataFrame, right: DataFrame, keys: Keys, threshold: int, where: s
     Returns:
         All columns of both, and ``distance``.
     """
-    distance = F.expr("bit_count(a.word ^ b.word)")
+    distance = "bit_count(a.word ^ b.word)"
     pairs = (
         _keyed(left, keys)
         .alias("a")
         .join(
             _keyed(right, keys).alias("b"),
-            F.expr(f"a.place = b.place and a.key = b.key and {where}")
-            & (distance <= threshold)
-            & _is_first_shared(keys),
+            F.expr(
+                f"a.place = b.place and a.key = b.key and {where} "
+                f"and {distance} <= {threshold} and {_is_first_shared(keys)}"
+            ),
         )
     )
-    return pairs.withColumn("distance", distance)
+    return pairs.withColumn("distance", F.expr(distance))
 
 
 def _keyed(words: DataFrame, keys: Keys) -> DataFrame:
     """A row for each key of each word."""
-    each = [F.col("word").bitwiseAND(_long(mask)) for mask in keys.masks]
-    return words.select("*", F.posexplode(F.array(*each)).alias("place", "key"))
+    each = ", ".join(f"word & {_long(mask)}" for mask in keys.masks)
+    return words.selectExpr("*", f"posexplode(array({each})) as (place, key)")
 
 
-def _is_first_shared(keys: Keys) -> Column:
+def _is_first_shared(keys: Keys) -> str:
     """Whether no earlier key is shared too: of the bands that agree, the first ones make it."""
-    agree = F.lit(0).cast("long")
-    for index, band in enumerate(keys.bands):
-        same = F.expr(f"(a.word ^ b.word) & {signed(band)}L") == 0
-        agree = agree + F.when(same, _long(1 << index)).otherwise(_long(0))
+    agree = " | ".join(
+        f"if((a.word ^ b.word) & {_long(band)} = 0L, {_long(1 << index)}, 0L)"
+        for index, band in enumerate(keys.bands)
+    )
     chosen = [sum(1 << band for band in bands) for bands in keys.chosen]
     up_to_last = [(2 << max(bands)) - 1 for bands in keys.chosen]
-    return agree.bitwiseAND(_at_place(up_to_last)) == _at_place(chosen)
+    return f"({agree}) & {_at_place(up_to_last)} = {_at_place(chosen)}"
 
 
-def _at_place(numbers: list[int]) -> Column:
-    return F.element_at(F.array(*map(_long, numbers)), F.expr("a.place + 1"))
+def _at_place(numbers: list[int]) -> str:
+    return f"element_at(array({', '.join(map(_long, numbers))}), a.place + 1)"
 
 
-def _long(bits: int) -> Column:
-    return F.lit(signed(bits)).cast("long")
+def _long(bits: int) -> str:
+    return f"{signed(bits)}L"
 
 
 def decided(words: DataFrame, keys: Keys, threshold: int) -> DataFrame:
