@@ -367,7 +367,9 @@ def serve(channel: socket.socket) -> NoReturn:
 def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
     try:
         set_environment(pickle.load(source))  # from the process that started this one
-        importlib.invalidate_caches()
+        # Folders made since the server began; to forget all would read the lists of zip files anew.
+        for path in [each for each, finder in sys.path_importer_cache.items() if finder is None]:
+            del sys.path_importer_cache[path]
         entry, arguments = pickle.load(source)
         module, name = entry.split(":")
         function = getattr(importlib.import_module(module), name)

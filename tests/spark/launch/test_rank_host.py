@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import logging
 import os
+import pickle
 import signal
 import struct
+import sys
 import threading
 import time
+import zipfile
+import zipimport
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -46,7 +52,7 @@ from sparkdl.spark.launch.beside import (
     restored_error,
 )
 from sparkdl.spark.launch.launcher import as_training_error
-from sparkdl.spark.launch.rank_host import RankCall, host_ranks, shares
+from sparkdl.spark.launch.rank_host import RankCall, _answer, host_ranks, shares
 from sparkdl.spark.launch.stage_task import END_OF_ANSWER, SERVICE_ROW, run_stage_task
 
 
@@ -141,6 +147,27 @@ def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
     assert second["rows"] == list(range(1, 50, 2))
     assert not is_there(first["pid"])
     assert not is_there(second["pid"])
+
+
+def test_a_rank_finds_what_was_made_since_the_server_began_and_reads_no_zip_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, again = tmp_path / "later", list[str]()
+    archive = tmp_path / "zipped.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        packed.writestr("own_zipped.py", "")
+    monkeypatch.setattr(sys, "path", [str(archive), str(folder), *sys.path])
+    assert importlib.util.find_spec("own_later") is None
+    folder.mkdir()
+    (folder / "own_later.py").write_text("def answer(batches):\n    return ['found']\n")
+    monkeypatch.setattr(
+        zipimport.zipimporter, "invalidate_caches", lambda self: again.append(self.archive)
+    )
+    told = pickle.dumps(dict(os.environ)) + pickle.dumps(("own_later:answer", ()))
+
+    assert _answer(io.BytesIO(told)) == ["found"]
+
+    assert not again
 
 
 def test_rows_are_not_copied_on_the_way_to_a_rank() -> None:
