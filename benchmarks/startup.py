@@ -1,4 +1,4 @@
-"""How long it takes to start, and a small job in all: ``jobs`` and ``functions``.
+"""How long it takes to start, and small jobs in all.
 
 ``jobs``: wall time of ``fit()``, first and second in a session, against what others offer. MLP
 784-256-128-10, 8,000 rows, batch 64, 5 epochs, 2 workers; ours averages at period 5, its default,
@@ -18,6 +18,13 @@ for all contenders; test accuracy stands beside the seconds.
 rank, in such a process, which runs the same function several times: the first run starts Spark's
 Python processes and the ranks' server, later runs reuse them. Compared with pyspark's
 TorchDistributor, whose processes import torch in each run.
+
+``steps``: likewise, seconds from calling ``fit`` to the first step of the last worker, compared
+with the first rows of a bare ``mapInArrow`` on the same files, in a session of its own.
+
+``search``: a ``CrossValidator`` of 3 folds and 4 settings on 2,000 rows, one and two at a time,
+compared with the same of pyspark.ml's ``MultilayerPerceptronClassifier`` with as many passes over
+the rows; the second of a session's two.
 """
 
 import argparse
@@ -26,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +63,8 @@ TARGETS: dict[str, dict[str, float]] = {
 RUNS = 5
 FUNCTIONS_TARGET = 0.15
 """The time of a repeated run relative to TorchDistributor's."""
+FIRST_STEP, LATER_STEP, SEARCH = 1.15, 2.0, 1.5
+ROWS, FOLDS = 2_000, 3
 PEER = "torch_distributor"
 Session = dict[str, Any]
 """What a child has measured; see fit_session.py."""
@@ -70,8 +80,10 @@ def main() -> None:
     parts: dict[str, tuple[harness.Part, int, int]] = {
         "jobs": (jobs, 3, 1),
         "functions": (functions, 5, 1),
+        "steps": (steps, 5, 1),
+        "search": (search, 3, 1),
     }
-    harness.measure_parts("startup", options, parts, child=starts)
+    harness.measure_parts("startup", options, parts, child=lambda of, *told: CHILDREN[of](*told))
 
 
 def jobs(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
@@ -166,42 +178,51 @@ def of_jobs(
 
 def functions(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     """Measures how functions start."""
-    turns = {name: lambda name=name: seconds_of(name) for name in ("sparkdl", PEER)}
-    found = harness.interleave(turns, repeats=chosen.repeats)
-    medians = {
-        name: {
-            "first": harness.show(f"{name}, first run", [run[0] for run in runs]),
-            "repeated": harness.show(f"{name}, later runs", [s for run in runs for s in run[1:]]),
-        }
-        for name, runs in found.items()
-    }
-    claim = harness.claim(
-        f"sparkdl.run / {PEER}, repeated",
-        medians["sparkdl"]["repeated"],
-        medians[PEER]["repeated"],
-        target=FUNCTIONS_TARGET,
-    )
-    return [claim], {"median_seconds": medians, "seconds": found}
+    _, later, found = starts_of(("sparkdl", PEER), chosen.repeats)
+    name = f"sparkdl.run / {PEER}, repeated"
+    return [harness.claim(name, *later, target=FUNCTIONS_TARGET)], found
+
+
+def steps(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
+    """Measures how fits start."""
+    first, later, found = starts_of(("fit", "mapInArrow"), chosen.repeats)
+    claims = [
+        harness.claim("first step / mapInArrow's first rows, first", *first, target=FIRST_STEP),
+        harness.claim("first step / mapInArrow's first rows, later", *later, target=LATER_STEP),
+    ]
+    return claims, found
+
+
+Medians = list[harness.Median]
+
+
+def starts_of(names: Sequence[str], repeats: int) -> tuple[Medians, Medians, Any]:
+    """Returns each contender's medians of first and of later starts, and all of them."""
+    found = harness.interleave({n: partial(seconds_of, n) for n in names}, repeats=repeats)
+    first = [harness.show(f"{n}, first", [run[0] for run in found[n]]) for n in names]
+    rest = {n: [seconds for run in found[n] for seconds in run[1:]] for n in names}
+    return first, [harness.show(f"{n}, later", rest[n]) for n in names], found
 
 
 def seconds_of(name: str) -> list[float]:
     """Returns the seconds that each run of a fresh session took to start."""
-    found: list[float] = harness.call_child(__file__, name)["seconds"]
+    found: list[float] = harness.call_child(__file__, "starts", name)["seconds"]
     print(f"  {name}: {[round(each, 2) for each in found]}", flush=True)
     return found
 
 
 def starts(name: str) -> dict[str, list[float]]:
     """Runs a function several times in a fresh session; returns the seconds to its first line."""
-    harness.session(fit_session.MASTER, fit_session.CONF)
-    found = []
-    for _ in range(RUNS):
-        called = time.time()
-        found.append(max(begin(name)) - called)
+    with tempfile.TemporaryDirectory() as folder:
+        digits.write(Path(folder))
+        spark, found = harness.session(fit_session.MASTER, fit_session.CONF), []
+        for seed in range(RUNS):
+            called = time.time()
+            found.append(max(begin(name, spark, Path(folder), seed)) - called)
     return {"seconds": found}
 
 
-def begin(name: str) -> list[float]:
+def begin(name: str, spark: Any, folder: Path, seed: int) -> list[float]:
     """Returns when each rank began."""
     if name == PEER:
         from pyspark.ml.torch.distributor import TorchDistributor
@@ -209,9 +230,103 @@ def begin(name: str) -> list[float]:
         distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
         began: list[float] = distributor.run(meet)
         return began
+    if name == "fit":
+        _, first_step = fit_session.fit_ours("averaging", spark, folder, 1, seed)
+        assert first_step is not None
+        return [first_step]
+    if name == "mapInArrow":
+        frame = fit_session.read(spark, folder)
+        return [row.at for row in frame.mapInArrow(arrivals, "at double").collect()]
     import sparkdl
 
     return [when for told in sparkdl.run(meet, num_workers=digits.WORKERS) for when in told]
+
+
+def arrivals(batches: Any) -> Any:
+    """Yields when the first rows of a task were there."""
+    import pyarrow as pa
+
+    for number, _ in enumerate(batches):
+        if not number:
+            yield pa.RecordBatch.from_pydict({"at": [time.time()]})
+
+
+def search(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
+    """Measures searches among settings."""
+    names = [f"{name}, {parallel} at a time" for name in ("sparkdl", MLP) for parallel in (1, 2)]
+    turns = {
+        name: partial(harness.call_child, __file__, "searches", name.split(",")[0], int(name[-11]))
+        for name in names
+    }
+    found = harness.interleave(turns, repeats=chosen.repeats)
+    medians = {
+        name: harness.show(name, [run["seconds"][-1] for run in found[name]], digits=2)
+        for name in names
+    }
+    claims = [
+        harness.claim(
+            f"a search / {MLP}'s, {parallel} at a time",
+            *(medians[f"{name}, {parallel} at a time"] for name in ("sparkdl", MLP)),
+            target=SEARCH,
+        )
+        for parallel in (1, 2)
+    ]
+    return claims, found
+
+
+MLP = "MultilayerPerceptronClassifier"
+
+
+def searches(name: str, parallel: int) -> dict[str, Any]:
+    """Searches twice in a fresh session; returns the seconds, and each setting's accuracy."""
+    from pyspark.ml.classification import MultilayerPerceptronClassifier
+    from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+    from pyspark.ml.functions import array_to_vector
+    from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+    from torch import nn
+
+    from sparkdl import TorchEstimator
+
+    with tempfile.TemporaryDirectory() as folder:
+        digits.write(Path(folder))
+        spark = harness.session(fit_session.MASTER, fit_session.CONF)
+        frame = fit_session.read(spark, Path(folder)).limit(ROWS).repartition(digits.WORKERS)
+        grid, passes, estimator = ParamGridBuilder(), [5, 10], Any
+        if name == MLP:
+            frame = frame.select(array_to_vector("features").alias("features"), "label")
+            layers = [digits.PIXELS, 256, 128, 10]
+            estimator = MultilayerPerceptronClassifier(layers=layers, seed=1)
+            grid.addGrid(estimator.maxIter, passes).addGrid(estimator.blockSize, [64, 128])
+        else:
+            estimator = TorchEstimator(
+                model=digits.build_mlp,
+                loss=nn.CrossEntropyLoss(),
+                optimizer=digits.make_optimizer,
+                numWorkers=digits.WORKERS,
+                device="cpu",
+                seed=1,
+                progress=False,
+            )
+            grid.addGrid(estimator.epochs, passes).addGrid(estimator.batchSize, [64, 128])
+        frame.persist().count()
+        seconds, accuracies = [], []
+        for _ in range(2):
+            validator = CrossValidator(
+                estimator=estimator,
+                estimatorParamMaps=grid.build(),
+                evaluator=MulticlassClassificationEvaluator(metricName="accuracy"),
+                numFolds=FOLDS,
+                parallelism=parallel,
+                seed=1,
+            )
+            called = time.time()
+            accuracies = [round(float(each), 3) for each in validator.fit(frame).avgMetrics]
+            seconds.append(time.time() - called)
+    print(f"  {name}, {parallel}: {[round(s, 2) for s in seconds]}, {accuracies}", flush=True)
+    return {"seconds": seconds, "accuracies": accuracies}
+
+
+CHILDREN: dict[str, Callable[..., Any]] = {"starts": starts, "searches": searches}
 
 
 def meet() -> list[float]:
