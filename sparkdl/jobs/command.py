@@ -36,6 +36,7 @@ from sparkdl.jobs.result import (
 )
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
+from sparkdl.spark.catalyst.versions import of_spark_3
 from sparkdl.spark.session.session import create_session
 from sparkdl.spark.storage.files import java_errors, open_hadoop
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, text_of
@@ -94,7 +95,8 @@ def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
             f"there is no model at {path}: it has no 'metadata' folder. Give the directory that "
             "train.py wrote, or that a model was saved to"
         )
-    kind = str(DefaultParamsReader.loadMetadata(path, spark).get("class"))
+    reader: Any = spark.sparkContext if of_spark_3() else spark
+    kind = str(DefaultParamsReader.loadMetadata(path, reader).get("class"))
     with trusted_modules(*trust):
         if kind in ("pyspark.ml.pipeline.PipelineModel", "org.apache.spark.ml.PipelineModel"):
             return PipelineModel.load(path)

@@ -48,6 +48,7 @@ def case(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("shared_session")
+@pytest.mark.versions
 @pytest.mark.gate
 def test_a_table_is_learnt_from_evaluated_and_predicted_by_one_configuration(
     tmp_path: Path, case: dict[str, Any], capfd: pytest.CaptureFixture[str], spark: SparkSession
