@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -23,9 +24,39 @@ import sparkdl
 assert "site-packages" in sparkdl.__file__, sparkdl.__file__
 for name in sparkdl.__all__:
     getattr(sparkdl, name)
-right = model.transform(df).where("label = prediction").count()
-print(right, "of 4000 are right")
+df.write.mode("overwrite").parquet("rows")
+model.write().overwrite().save("model")
+right = model.transform(spark.read.parquet("rows")).where("label = prediction").count()
+print(spark.version, right)
 """
+LOADED = """
+from sparkdl import TorchModel, create_session
+spark = create_session("later", master="local[2]")
+rows = spark.read.parquet("rows")
+# Its builder is a lambda, hence a pickle.
+print(TorchModel.load("model", trust=True).transform(rows).where("label = prediction").count())
+"""
+MODULE = """
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
+"""
+JOB = """
+source: {class_path: sparkdl.jobs.Files, init_args: {path: rows, format: parquet}}
+estimator:
+  model: own_net.Net
+  loss: torch.nn.functional.cross_entropy
+  optimizer: Adam
+  learningRate: 0.05
+  numWorkers: 2
+  progress: false
+model: job-model
+trust: [own_net]
+predictions: predictions
+"""
+SPARKS = ("3.5", "4.3")
+"""The oldest and the newest; what a program saves with one is loaded with the next."""
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
@@ -43,8 +74,8 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_a_wheel_runs_the_readme_in_an_environment_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.timeout(1200)
+def test_a_wheel_runs_readme_and_jobs_where_only_it_is_installed(tmp_path: Path) -> None:
     run(sys.executable, "-m", "build", "--outdir", tmp_path, ROOT, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     (sdist,) = tmp_path.glob("*.tar.gz")
@@ -76,9 +107,25 @@ def test_a_wheel_runs_the_readme_in_an_environment_of_its_own(tmp_path: Path) ->
     for jobs in ([tmp_path / "venv/bin/sparkdl-jobs"], [python, path]):
         assert "--config FILE" in run(*jobs, "evaluate", "--help", cwd=tmp_path)
     (notebook,) = programs("README.md", "In a notebook")
-    script = tmp_path / "program.py"
+    script, right = tmp_path / "program.py", ""
     script.write_text(notebook + CHECKS)
-    *table, right = run(python, script, cwd=tmp_path).splitlines()
-    assert "|label|prediction|count|" in table
-    assert int(right.split()[0]) > 3800
-    assert "What each worker did when" in (tmp_path / "report.html").read_text()
+    with zipfile.ZipFile(tmp_path / "own.zip", "w") as sent:
+        sent.writestr("own_net.py", MODULE)
+    (tmp_path / "job.yaml").write_text(JOB)
+    submit = (tmp_path / "venv/bin/spark-submit", "--master", "local[2]", "--py-files", "own.zip")
+    packages = runpy.run_path(str(ROOT / ".ci/versions.py"))["PACKAGES"]
+    for spark in SPARKS:
+        run(python, "-m", "pip", "install", "-q", *packages[spark], cwd=tmp_path)
+        if right:
+            *_, again = run(python, "-c", LOADED, cwd=tmp_path).splitlines()
+            assert again == right
+        *table, last = run(python, script, cwd=tmp_path).splitlines()
+        version, right = last.split()
+        assert version.startswith(spark)
+        assert "|label|prediction|count|" in table
+        assert int(right) > 3800
+        assert "What each worker did when" in (tmp_path / "report.html").read_text()
+        for job in ("train", "predict"):
+            step = (*submit, path, job, "--config", "job.yaml")
+            run(*step, cwd=tmp_path, PYSPARK_PYTHON=str(python))
+        assert (tmp_path / "predictions/_result.json").exists()
