@@ -35,6 +35,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.machinery import FileFinder
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -364,12 +365,19 @@ def serve(channel: socket.socket) -> NoReturn:
     os._exit(0)
 
 
+def _look_into_folders_again() -> None:
+    """Do as ``importlib.invalidate_caches``, which would read the lists of zip files anew too."""
+    for path, finder in [*sys.path_importer_cache.items()]:
+        if finder is None:  # there was no such folder when the server began
+            del sys.path_importer_cache[path]
+        elif isinstance(finder, FileFinder):
+            finder.invalidate_caches()
+
+
 def _answer(source: BinaryIO) -> list[pa.RecordBatch] | str:
     try:
         set_environment(pickle.load(source))  # from the process that started this one
-        # Folders made since the server began; to forget all would read the lists of zip files anew.
-        for path in [each for each, finder in sys.path_importer_cache.items() if finder is None]:
-            del sys.path_importer_cache[path]
+        _look_into_folders_again()
         entry, arguments = pickle.load(source)
         module, name = entry.split(":")
         function = getattr(importlib.import_module(module), name)

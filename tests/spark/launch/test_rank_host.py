@@ -152,14 +152,18 @@ def test_ranks_run_in_processes_of_their_own_on_shares_of_the_rows() -> None:
 def test_a_rank_finds_what_was_made_since_the_server_began_and_reads_no_zip_file_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, again = tmp_path / "later", list[str]()
+    folder, known, again = tmp_path / "later", tmp_path / "known", list[str]()
     archive = tmp_path / "zipped.zip"
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("own_zipped.py", "")
-    monkeypatch.setattr(sys, "path", [str(archive), str(folder), *sys.path])
+    known.mkdir()
+    monkeypatch.setattr(sys, "path", [*map(str, (archive, folder, known)), *sys.path])
     assert importlib.util.find_spec("own_later") is None
     folder.mkdir()
-    (folder / "own_later.py").write_text("def answer(batches):\n    return ['found']\n")
+    (folder / "own_later.py").write_text("from own_new import answer")
+    unchanged = known.stat()
+    (known / "own_new.py").write_text("def answer(batches):\n    return ['found']\n")
+    os.utime(known, ns=(unchanged.st_atime_ns, unchanged.st_mtime_ns))  # as some systems leave it
     monkeypatch.setattr(
         zipimport.zipimporter, "invalidate_caches", lambda self: again.append(self.archive)
     )
