@@ -65,7 +65,8 @@ FUNCTIONS_TARGET = 0.15
 """The time of a repeated run relative to TorchDistributor's."""
 FIRST_STEP, LATER_STEP, SEARCH = 1.15, 2.0, 1.5
 ROWS, FOLDS = 2_000, 3
-PEER = "torch_distributor"
+PEER, MLP = "torch_distributor", "MultilayerPerceptronClassifier"
+Medians = list[harness.Median]
 Session = dict[str, Any]
 """What a child has measured; see fit_session.py."""
 
@@ -193,9 +194,6 @@ def steps(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     return claims, found
 
 
-Medians = list[harness.Median]
-
-
 def starts_of(names: Sequence[str], repeats: int) -> tuple[Medians, Medians, Any]:
     """Returns each contender's medians of first and of later starts, and all of them."""
     found = harness.interleave({n: partial(seconds_of, n) for n in names}, repeats=repeats)
@@ -253,15 +251,17 @@ def arrivals(batches: Any) -> Any:
 
 def search(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     """Measures searches among settings."""
-    names = [f"{name}, {parallel} at a time" for name in ("sparkdl", MLP) for parallel in (1, 2)]
     turns = {
-        name: partial(harness.call_child, __file__, "searches", name.split(",")[0], int(name[-11]))
-        for name in names
+        f"{name}, {parallel} at a time": partial(
+            harness.call_child, __file__, "searches", name, parallel
+        )
+        for name in ("sparkdl", MLP)
+        for parallel in (1, 2)
     }
     found = harness.interleave(turns, repeats=chosen.repeats)
     medians = {
-        name: harness.show(name, [run["seconds"][-1] for run in found[name]], digits=2)
-        for name in names
+        name: harness.show(name, [run["seconds"][-1] for run in runs], digits=2)
+        for name, runs in found.items()
     }
     claims = [
         harness.claim(
@@ -272,9 +272,6 @@ def search(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
         for parallel in (1, 2)
     ]
     return claims, found
-
-
-MLP = "MultilayerPerceptronClassifier"
 
 
 def searches(name: str, parallel: int) -> dict[str, Any]:
@@ -291,7 +288,8 @@ def searches(name: str, parallel: int) -> dict[str, Any]:
         digits.write(Path(folder))
         spark = harness.session(fit_session.MASTER, fit_session.CONF)
         frame = fit_session.read(spark, Path(folder)).limit(ROWS).repartition(digits.WORKERS)
-        grid, passes, estimator = ParamGridBuilder(), [5, 10], Any
+        grid, passes = ParamGridBuilder(), [5, 10]
+        estimator: Any
         if name == MLP:
             frame = frame.select(array_to_vector("features").alias("features"), "label")
             layers = [digits.PIXELS, 256, 128, 10]

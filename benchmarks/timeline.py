@@ -1,6 +1,6 @@
 """What the driver, Spark and each worker did in each tenth of a second of a first and a later fit.
 
-Every Python process of the session looks at its own threads 100 times a second. A line says, for
+Every Python process of the session looks at its main thread 100 times a second. A line says, for
 each process that did something, which function of sparkdl its main thread was in most of the time,
 and what that was waiting for or computing in the end. Of Spark it has the jobs, stages and tasks
 that ran, by the event log. The time is that since the call of ``fit()``; the first step of the last
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -151,7 +151,7 @@ def table(
     called: float,
     first_step: float,
     processes: Mapping[int, Iterable[tuple[float, str]]],
-    spark: Iterable[tuple[float, float, str]],
+    spark: Sequence[tuple[float, float, str]],
 ) -> Iterator[str]:
     """Yields the lines of one fit, to three tenths after its first step."""
     bins = int((first_step - called) / BIN_S) + 4
