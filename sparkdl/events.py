@@ -164,6 +164,8 @@ class EpochSummary:
     """Averaging rounds in the epoch."""
     seconds: float
     """Wall-clock seconds since the end of the previous epoch."""
+    workers: int = 0
+    """Number of workers; 0 in histories of versions that did not record it."""
     validation_loss: float | None = None
     """Mean loss over the held-out rows with the epoch's final parameters; None without such."""
     validation_examples: int = 0
@@ -185,33 +187,35 @@ class EpochSummary:
 
 
 def summarize_epoch(
-    epoch: int, workers: Iterable[WindowSums], rounds: int, seconds: float
+    epoch: int, sums: Iterable[WindowSums], rounds: int, seconds: float, workers: int
 ) -> EpochSummary:
     """Add up what the workers reported about one epoch.
 
     Args:
         epoch: epoch counted from 1.
-        workers: each worker's sums, in any order.
+        sums: each worker's, in any order.
         rounds: averaging rounds in the epoch.
         seconds: wall-clock duration of the epoch.
+        workers: their number.
     """
     # Sorted, because floating-point sums would otherwise depend on the order of arrival.
-    ordered = sorted(workers, key=lambda sums: sums.rank)
-    divisor = sum(sums.divisor for sums in ordered)
-    loss_sum = sum(sums.loss_sum for sums in ordered)
-    contributions = sum(sums.contributions for sums in ordered)
+    ordered = sorted(sums, key=lambda each: each.rank)
+    divisor = sum(each.divisor for each in ordered)
+    loss_sum = sum(each.loss_sum for each in ordered)
+    contributions = sum(each.contributions for each in ordered)
     measured: dict[str, list[float]] = {}
-    for sums in ordered:
-        for name, value in sums.measured.items():
+    for each in ordered:
+        for name, value in each.measured.items():
             measured.setdefault(name, []).append(value)
     return EpochSummary(
         epoch=epoch,
         loss=loss_sum / divisor if divisor else float("nan"),
-        examples=sum(sums.examples for sums in ordered),
+        examples=sum(each.examples for each in ordered),
         rounds=rounds,
         seconds=seconds,
-        mean_staleness=sum(sums.staleness for sums in ordered) / max(contributions, 1),
-        max_staleness=max((sums.max_staleness for sums in ordered), default=0),
+        workers=workers,
+        mean_staleness=sum(each.staleness for each in ordered) / max(contributions, 1),
+        max_staleness=max((each.max_staleness for each in ordered), default=0),
         measured={name: sum(each) / len(each) for name, each in measured.items()},
     )
 

@@ -19,6 +19,7 @@ from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceB
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions
+from sparkdl.driver.resizing import Slots
 from sparkdl.protocols import Layout
 from sparkdl.worker import Job
 
@@ -67,9 +68,11 @@ def run(
     launch: Launch,
     *,
     checkpoints: CheckpointPolicy | None = None,
+    slots: Slots | None = None,
     now: Callable[[], float] = time.monotonic,
     **observers: Any,
 ) -> Outcome:
     """``driver.run``; ``observers`` are those of its ``Observers``."""
-    options = RunOptions(checkpoints=checkpoints, edge=EdgeOptions(now=now))
+    edge = EdgeOptions(now=now)
+    options = RunOptions(checkpoints=checkpoints, edge=edge, slots=slots)
     return driver.run(job, world_size, launch, options, Observers(**observers))

@@ -111,8 +111,10 @@ def window(rank: int, step: int, examples: int, loss_sum: float) -> WindowReport
 
 def test_the_loss_is_the_mean_over_rows_and_not_over_windows() -> None:
     windows = [window(0, 5, 90, 90 * 1.0), window(1, 5, 10, 10 * 2.0)]
-    summary = summarize_epoch(2, sums_of(windows), rounds=7, seconds=4.0)
-    assert summary == EpochSummary(epoch=2, loss=1.1, examples=100, rounds=7, seconds=4.0)
+    summary = summarize_epoch(2, sums_of(windows), rounds=7, seconds=4.0, workers=2)
+    assert summary == EpochSummary(
+        epoch=2, loss=1.1, examples=100, rounds=7, seconds=4.0, workers=2
+    )
     assert summary.examples_per_second == 25.0
 
 
@@ -127,11 +129,13 @@ def test_the_bits_do_not_depend_on_the_order_in_which_the_ranks_report(
     of_rank = {rank: iter([w for w in windows if w.rank == rank]) for rank in ranks}
     random.Random(shuffle_seed).shuffle(ranks)
     shuffled = sums_of(next(of_rank[rank]) for rank in ranks)
-    assert summarize_epoch(2, sums_of(windows), 1, 1.0) == summarize_epoch(2, shuffled, 1, 1.0)
+    assert summarize_epoch(2, sums_of(windows), 1, 1.0, 2) == summarize_epoch(
+        2, shuffled, 1, 1.0, 2
+    )
 
 
 def test_an_epoch_without_examples_has_no_loss() -> None:
-    summary = summarize_epoch(1, sums_of([window(0, 0, 0, 0.0)]), 1, 1.0)
+    summary = summarize_epoch(1, sums_of([window(0, 0, 0, 0.0)]), 1, 1.0, 1)
     assert math.isnan(summary.loss)
     assert summary.examples == 0
 

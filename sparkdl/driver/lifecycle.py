@@ -18,7 +18,9 @@ from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.checkpoint.policy import CheckpointPolicy
+from sparkdl.driver.resizing import Resize, Slots
 from sparkdl.driver.resuming import (
+    SEVERAL,
     has_ended,
     identity,
     newest_checkpoint,
@@ -74,11 +76,13 @@ class RunOptions:
         warm_start: values to begin with, which fit the model; by default those that the model is
             built with. The job has to take care of the frozen ones.
         edge: where the averager listens, and its clock; whether it encrypts is the job's to say.
+        slots: tells where workers could be added, if their number may change.
     """
 
     checkpoints: CheckpointPolicy | None = None
     warm_start: WarmStart | None = None
     edge: EdgeOptions = field(default_factory=EdgeOptions)
+    slots: Slots | None = None
 
 
 def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
@@ -123,8 +127,8 @@ def run(
 
     Args:
         job: what the workers train.
-        world_size: number of workers.
-        launch: starts them, given the averager.
+        world_size: number of workers, in the beginning if it may change.
+        launch: starts as many as the averager has, given that.
         options: where the run starts, and where it is served.
         observers: who follows it.
 
@@ -141,6 +145,7 @@ def run(
         SystemExit: the process received SIGTERM, and a checkpoint has been written.
     """
     checkpoints, warm_start = options.checkpoints, options.warm_start
+    resize = None if options.slots is None else Resize(job, options.slots)
     replica = job.replica()
     if warm_start is not None:
         warm_start.apply(replica.module)
@@ -162,10 +167,11 @@ def run(
                     f"{job.strategy} keeps state on its workers that checkpoints do not include. "
                     "Leave out checkpointPath, or shard_optimizer"
                 )
-            config = identity(job, world_size, replica, layout, warm_start)
+            workers = world_size if resize is None else SEVERAL
+            config = identity(job, workers, replica, layout, warm_start)
             plan = plan_of(checkpoints, job.epochs, config)
             held.enter_context(plan.store.held(checkpoints.application))
-            resumed = newest_checkpoint(checkpoints, plan, job.epochs, world_size)
+            resumed = newest_checkpoint(checkpoints, plan, job.epochs, workers)
             if resumed is not None:
                 same = resumed.saved.description.get("training", checkpoints.training)
                 plan = replace(plan, policy=replace(checkpoints, training=same))
@@ -179,10 +185,9 @@ def run(
         spec = RunSpec(
             world_size=world_size,
             deadline_s=job.deadline_s,
-            tolerance=Tolerance(job.survivable_losses, job.min_workers),
             checkpoints=plan,
             frozen=replica.frozen.fingerprint,
-            followed=bool(observers.callbacks) or measuring is not None,
+            followed=bool(observers.callbacks or resize) or measuring is not None,
             measures=measuring is not None,
             metric=job.scheduler_metric,
         )
@@ -194,25 +199,39 @@ def run(
         )
 
         def open_averager(snapshot: Snapshot) -> Averager:
-            own = replace(spec, policy=job.strategy.round_policy)
+            progress, lost = snapshot.restart.progress, 0 if resize is None else resize.losses
+            own = replace(
+                spec,
+                policy=job.strategy.round_policy,
+                world_size=world_size if progress is None else len(progress.positions),
+                tolerance=Tolerance(job.survivable_losses - lost, job.min_workers),
+            )
             return Averager(own, center_spec, snapshot, replace(options.edge, tls=job.tls))
 
-        training = training_of(job, world_size, progress, kept_model, plan, measuring)
-        training.recording.setup = setup_of(job, replica, layout, observers.settings)
-        serve = Serving(job, observers, training, resumed, measuring)
-        averager = open_averager(
-            Snapshot(
-                center=center,
-                memory=memory,
-                restart=Restart(progress=progress),
-                kept_model=kept_model,
-                resumed=resumed,
-            )
+        first = Snapshot(
+            center=center,
+            memory=memory,
+            restart=Restart(progress=progress),
+            kept_model=kept_model,
+            resumed=resumed,
         )
+        if resize is not None and resumed is not None:
+            first = resize.resumed(first, resumed, world_size)
+        averager = open_averager(first)
+        recording = Recording(averager.world_size, most=job.max_workers or 0)
+        recording.setup = setup_of(job, replica, layout, observers.settings)
+        training = training_of(job, recording, progress, kept_model, plan, measuring)
+        serve = Serving(job, observers, training, resumed, measuring, resize)
         losses: list[str] = []
         try:
-            while not _finished(averager, launch, plan, serve, losses, job.resubmissions):
-                averager = open_averager(averager.snapshot())
+            while True:
+                finished = _finished(averager, launch, plan, serve, losses, job.resubmissions)
+                resized = None if resize is None else resize.take()
+                if finished and resized is None:
+                    break
+                snapshot = averager.snapshot() if resized is None else resized
+                averager = open_averager(snapshot)
+                recording.resize(averager.world_size)
             trained = serve.settle(averager)
             for values, tensor in zip(
                 replica.segments(with_optimizer=False), trained, strict=False
@@ -221,12 +240,12 @@ def run(
             training.model = replica.release()
         except BaseException as error:
             history = averager.progress.history
-            training.recording.end("failed", history, message_of(error))
+            recording.end("failed", history, message_of(error))
             serve.calls.end(error)
             raise
         stopped, history = training.stopped, averager.progress.history
-        training.recording.end(f"stopped: {stopped}" if stopped else "finished", history)
-        outcome = Outcome(training.model, list(history), training.recording, stopped)
+        recording.end(f"stopped: {stopped}" if stopped else "finished", history)
+        outcome = Outcome(training.model, list(history), recording, stopped)
         try:
             serve.calls.end(None)
         except CallbackError as error:

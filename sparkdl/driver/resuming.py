@@ -26,6 +26,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy, difference, refuse, requ
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import CheckpointError, PreemptedError
 from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec, Layout
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart
@@ -33,10 +34,13 @@ from sparkdl.replica.optimizer_state import build_optimizer
 from sparkdl.replica.schedule import Schedule
 from sparkdl.worker import Job
 
+SEVERAL = "may change"
+"""In place of a number of workers."""
+
 
 def identity(
     job: Job,
-    world_size: int,
+    workers: int | str,
     replica: Replica,
     layout: Layout,
     warm_start: WarmStart | None = None,
@@ -45,7 +49,7 @@ def identity(
 
     Args:
         job: what the workers train.
-        world_size: how many there are.
+        workers: how many there are, or ``SEVERAL``.
         replica: the freshly built replica.
         layout: of the part of its state that replicas exchange.
         warm_start: the values that it begins with, if not those it was built with.
@@ -98,7 +102,7 @@ def identity(
         "precision": job.precision,
         "callbacks on workers": describe(list(job.callbacks)),
         "seed": job.seed,
-        "number of workers": world_size,
+        "number of workers": workers,
     }
 
 
@@ -163,23 +167,33 @@ def _padding(column: ColumnSpec) -> str:
 
 
 def require_same_rows(
-    resumed: ResumedCheckpoint, present: dict[str, Any], columns: Sequence[ColumnSpec]
+    resumed: ResumedCheckpoint, statistics: DataStatistics, columns: Sequence[ColumnSpec]
 ) -> None:
     """Check that a checkpoint belongs to the rows that the workers have read.
 
     Args:
         resumed: the checkpoint; if it was written before all rows had arrived, only the first rows
             are known.
-        present: the lasting part of the statistics of all rows.
+        statistics: of all rows.
         columns: the columns that were read.
 
     Raises:
         ConfigError: the rows differ; the message says in what.
         CheckpointError: the checkpoint says nothing about rows.
     """
-    saved = resumed.saved
+    saved, workers = resumed.saved, len(statistics.shard_rows)
     try:
-        found = list(_other_rows(saved.description["data"], present, columns))
+        data = saved.description["data"]
+        if len(resumed.progress.positions) == workers:
+            found = list(_other_rows(data, statistics.lasting(), columns))
+        else:
+            known = {**data, "rows": sum(data["shard_rows"])}
+            present = statistics.lasting(resized=True)
+            found = [
+                line
+                for key, value in present.items()
+                for line in difference(key.replace("_", " "), known[key], value)
+            ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{saved.path} does not say which rows it was trained on: {error!r}"
@@ -199,18 +213,23 @@ def has_ended(resumed: ResumedCheckpoint, epochs: int) -> bool:
     return resumed.progress.epoch > epochs
 
 
-def require_progress(resumed: ResumedCheckpoint, epochs: int, world_size: int) -> None:
+def require_progress(resumed: ResumedCheckpoint, epochs: int, workers: int | str) -> None:
     """Check that a training has not gone further than is wanted now.
+
+    Args:
+        resumed: the checkpoint.
+        epochs: how many are wanted now.
+        workers: how many there are, or ``SEVERAL``.
 
     Raises:
         ConfigError: it has.
         CheckpointError: the checkpoint contradicts itself about the number of workers.
     """
     progress = resumed.progress
-    if len(progress.positions) != world_size:
+    if workers not in (SEVERAL, len(progress.positions)) or not progress.positions:
         raise CheckpointError(
             f"{resumed.saved.path} records the progress of {len(progress.positions)} "
-            f"workers, but says that there were {world_size}"
+            f"workers, but says that there were {workers}"
         )
     trained = progress.epoch if progress.rounds else progress.epoch - 1
     if trained > epochs:
@@ -255,7 +274,7 @@ def plan_of(policy: CheckpointPolicy, epochs: int, config: Mapping[str, Any]) ->
 
 
 def newest_checkpoint(
-    policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int, world_size: int
+    policy: CheckpointPolicy, plan: CheckpointPlan, epochs: int, workers: int | str
 ) -> ResumedCheckpoint | None:
     """The newest checkpoint, if it is to be used and fits; its rows are not checked here."""
     saved = None if policy.resume == "never" else plan.store.newest()
@@ -265,7 +284,7 @@ def newest_checkpoint(
         return None
     resumed = ResumedCheckpoint.of(saved)
     require_same(saved.path, saved.description["config"], plan.config)
-    require_progress(resumed, epochs, world_size)
+    require_progress(resumed, epochs, workers)
     if not has_ended(resumed, epochs):
         logger.info("training resumes from %s", saved.path)
     return resumed

@@ -28,6 +28,7 @@ from sparkdl.averager.messages.run_events import RunEvent as Event
 from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint
 from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks.base import Callback, Calls, Training
+from sparkdl.driver.resizing import Resize
 from sparkdl.driver.resuming import has_ended, require_same_rows
 from sparkdl.errors import ConfigError, DataError, SparkDLError, TrainingError
 from sparkdl.events import MetricValue
@@ -187,6 +188,7 @@ class Serving:
         training: what the callbacks see.
         resumed: the checkpoint that this process started from, if there was one.
         measuring: computes the metrics; None if there are none.
+        resize: decides on other numbers of workers; None if theirs does not change.
         calls: the calls to the callbacks.
     """
 
@@ -195,6 +197,7 @@ class Serving:
     training: Training
     resumed: ResumedCheckpoint | None = None
     measuring: Measuring | None = None
+    resize: Resize | None = None
     _first: DataStatistics | None = field(default=None, init=False)
     _loss_use: LossUse = field(default=None, init=False)
 
@@ -203,7 +206,10 @@ class Serving:
 
     def __call__(self, averager: Averager) -> None:
         """Serve an averager's workers to the end."""
-        for event in averager.events(look_s=LOOK_S if self.observers.callbacks else math.inf):
+        if self.resize is not None:
+            self.resize.begin(averager)
+        looks = self.observers.callbacks or self.resize
+        for event in averager.events(look_s=LOOK_S if looks else math.inf):
             try:
                 self._note(averager, event)
             except SparkDLError as error:
@@ -245,6 +251,8 @@ class Serving:
             if training.stopped is not None:
                 # What has been trained since the last round should count.
                 averager.want_commit()
+            elif self.resize is not None and (reason := self.resize.look(averager)):
+                averager.stop(reason)
             return
         awaits_commit = training.stopped is not None
         is_news = not isinstance(event, DataStatistics) or self._examine(event)
@@ -262,7 +270,15 @@ class Serving:
         elif isinstance(event, DataStatistics):
             averager.start(self._loss_use or "")
         elif isinstance(event, EpochValidated):
-            averager.approve_epoch(event.summary.epoch)
+            self._approve(averager, event.summary.epoch)
+
+    def _approve(self, averager: Averager, epoch: int) -> None:
+        """Let the workers begin the next epoch, or another number of them."""
+        reason = None if self.resize is None else self.resize.epoch_ended(averager, epoch)
+        if reason is None:
+            averager.approve_epoch(epoch)
+        else:
+            averager.stop(reason)
 
     def _examine(self, statistics: DataStatistics) -> bool:
         """Raise if anything is wrong with the rows; returns whether this is the first check."""
@@ -276,7 +292,7 @@ class Serving:
                 job.loss, job.schema, statistics, transforms=transforms
             )
             if resumed is not None:
-                require_same_rows(resumed, statistics.lasting(), columns)
+                require_same_rows(resumed, statistics, columns)
                 if has_ended(resumed, job.epochs):
                     logger.warning(
                         "the training in %s already ended with epoch %d: its model is returned "
@@ -287,7 +303,10 @@ class Serving:
                     )
             self._first = statistics
             return True
-        if repr(self._first.lasting()) != repr(statistics.lasting()):
+        self.training.recording.shard_rows = statistics.shard_rows
+        resized = len(self._first.shard_rows) != len(statistics.shard_rows)
+        known, present = self._first.lasting(resized=resized), statistics.lasting(resized=resized)
+        if repr(known) != repr(present):
             raise DataError(
                 f"the workers were restarted and read different rows ({statistics.rows} rows now, "
                 f"{self._first.rows} then, or with other values): the DataFrame is not the same "
@@ -324,7 +343,7 @@ def setup_of(job: Job, replica: Replica, layout: Layout, settings: Mapping[str, 
 
 def training_of(
     job: Job,
-    world_size: int,
+    recording: Recording,
     progress: Progress | None,
     kept_model: KeptModel | None,
     plan: CheckpointPlan | None,
@@ -337,7 +356,7 @@ def training_of(
     kept_epoch = None if kept_model is None else kept_model.epoch
     metrics = {} if measuring is None else measuring.higher_is_better
     history = history[: max(known, 0)]
-    recording = Recording(world_size, history=history)
+    recording.begin(history)
     return Training(
         job.epochs,
         list(history),

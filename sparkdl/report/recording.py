@@ -98,11 +98,12 @@ class Recording:
     Args:
         world_size: number of workers.
         setup: what is trained, and how.
-        history: epochs that were trained before, by a fit that this one continues.
+        most: how many workers there may be later; by default no more.
 
     Attributes:
         setup: as given.
-        history: one summary per epoch that has ended, including those given.
+        world_size: the most workers that there have been at a time.
+        history: one summary per epoch that has ended, including those before this fit.
         epochs_before: how many of them were trained before.
         started_at: when the recording began, in seconds since 1970.
         hosts: by rank; empty until the worker has been heard from.
@@ -127,12 +128,10 @@ class Recording:
         error: what ended it, in words, if it failed.
     """
 
-    def __init__(
-        self, world_size: int, setup: Setup | None = None, history: Sequence[EpochSummary] = ()
-    ) -> None:
+    def __init__(self, world_size: int, setup: Setup | None = None, *, most: int = 0) -> None:
         self.setup = setup or Setup()
-        self.history = list(history)
-        self.epochs_before = len(self.history)
+        self.history: list[EpochSummary] = []
+        self.epochs_before = 0
         self.started_at = time.time()
         self.world_size = world_size
         self.hosts = [""] * world_size
@@ -144,7 +143,7 @@ class Recording:
         self.sent = np.zeros(world_size, dtype=np.int64)
         self.received = np.zeros(world_size, dtype=np.int64)
         self.uncertainty_s = 0.0
-        self.ranks_a_lane = math.ceil(world_size / LANES)
+        self.ranks_a_lane = math.ceil(max(world_size, most) / LANES)
         self.lanes = TimeBins(math.ceil(world_size / self.ranks_a_lane), len(PHASES))
         self.rows = np.zeros(world_size, dtype=np.int64)
         self.windows = np.zeros(world_size, dtype=np.int64)
@@ -185,6 +184,25 @@ class Recording:
         sums, counts = (np.bincount(ranks, weights) for weights in (seconds, None))
         ratios = seconds * (counts / np.maximum(sums, 1e-300))[ranks]
         return ratios, max(1, round(int(usual) / batch_size))
+
+    def begin(self, history: Sequence[EpochSummary]) -> None:
+        """Note the epochs that were trained before, by a fit that this one continues."""
+        self.history, self.epochs_before = list(history), len(history)
+
+    def resize(self, world_size: int) -> None:
+        """Make room for more workers; those who have left stay in the record."""
+        more = world_size - self.world_size
+        if more <= 0:
+            return
+        self.world_size = world_size
+        self.hosts += [""] * more
+        for name in _ARRAYS:
+            setattr(self, name, _longer(getattr(self, name), more))
+        if self.first_epoch is not None:
+            seconds, rows = self.first_epoch
+            self.first_epoch = _longer(seconds, more), _longer(rows, more)
+        lanes = math.ceil(world_size / self.ranks_a_lane) - self.lanes.sums.shape[1]
+        self.lanes.sums = np.pad(self.lanes.sums, ((0, 0), (0, lanes), (0, 0)))
 
     def note(self, event: RunEvent) -> None:
         """Record something that has happened."""
@@ -316,6 +334,11 @@ class Recording:
         self.num_failures += 1
         if len(self.failures) < FAILURES:
             self.failures.append(Failure(time.monotonic() - self._began, rank, why))
+
+
+def _longer(values: NDArray[Any], more: int) -> NDArray[Any]:
+    """The same with zeros for more ranks."""
+    return np.pad(values, ((0, more), *[(0, 0)] * (values.ndim - 1)))
 
 
 _PLAIN: dict[str, Any] = {

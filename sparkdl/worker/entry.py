@@ -104,7 +104,9 @@ def _join_and_train(
             attempt=placement.attempt,
             task=placement.task,
             restart_state=(
-                (lambda: restart_state(run, job.strategy)) if job.resubmissions else None
+                (lambda: restart_state(run, job.strategy))
+                if job.resubmissions or job.max_workers is not None
+                else None
             ),
             frozen=replica.frozen.fingerprint,
             clock=clock,

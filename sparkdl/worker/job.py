@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparkdl.averager.messages.run_events import Position
 from sparkdl.collective import Network
 from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
@@ -19,6 +20,8 @@ from sparkdl.replica import Precision, Replica
 from sparkdl.replica.schedule import Unit
 from sparkdl.strategies.base import Strategy
 from sparkdl.worker_callback import WorkerCallback
+
+_BEGINNING = Position()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class Job:
     """How often workers may be lost in total; 0 to end the run at the first loss."""
     min_workers: int = 1
     """The fewest workers with which rounds go on while others are lost."""
+    max_workers: int | None = None
+    """The most workers, if their number may change between epochs."""
     clip_norm: float | None = None
     """The largest norm of all gradients together; None for no limit."""
     precision: Precision = "float32"
@@ -103,16 +108,23 @@ class Job:
         alone = self.survivable_losses or not self.strategy.needs.checkpointable
         return 0 if alone else self.max_failures
 
-    def steps_before(self, epoch: int, shard_rows: Sequence[int]) -> int:
+    def steps_before(
+        self, epoch: int, shard_rows: Sequence[int], since: Position = _BEGINNING
+    ) -> int:
         """Optimizer steps of the worker with the most rows in all epochs before one.
 
         Args:
             epoch: counted from 1.
             shard_rows: each worker's rows as they were read.
+            since: from where on there have been as many workers.
         """
-        as_read = int(min(epoch - 1, self.feed.epochs_as_read))
         evenly = math.ceil(sum(shard_rows) / len(shard_rows))
-        return as_read * self._steps(max(shard_rows)) + (epoch - 1 - as_read) * self._steps(evenly)
+
+        def steps(epochs: int) -> int:
+            as_read = int(min(epochs, self.feed.epochs_as_read))
+            return as_read * self._steps(max(shard_rows)) + (epochs - as_read) * self._steps(evenly)
+
+        return since.step + steps(epoch - 1) - steps(since.epoch - 1)
 
     def _steps(self, rows: int) -> int:
         if self.feed.drop_last:

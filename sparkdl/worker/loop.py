@@ -27,6 +27,7 @@ from sparkdl.averager.messages.run_events import Position
 from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import Feed
+from sparkdl.feed.order import stream_seed
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.phases import COMPUTE, DECODE, READ
 from sparkdl.process.randomness import seed_worker
@@ -168,8 +169,8 @@ class TrainingLoop:
 
         Returns the position to continue from.
         """
-        replica = self.run.replica
-        position = self.averager.start(
+        job, replica, averager = self.job, self.run.replica, self.averager
+        position = averager.start(
             shard,
             replica.segments(with_optimizer=False),
             replica.layout(with_optimizer=False),
@@ -177,7 +178,14 @@ class TrainingLoop:
         )
         octets = self._take_optimizer()
         self._take_schedule(position)
+        resized = position.epoch > 1 and position == averager.since
+        if resized and not job.strategy.needs.exchanges_optimizer_state:
+            octets = b""
         self._restored = self._unpacked(octets) if octets else {}
+        if resized:
+            # What is not of the optimizer belongs to one rank of another number of workers.
+            self._restored = {}
+            seed_worker(stream_seed(job.seed + 1, position.epoch, self.run.rank))
         return position
 
     def _take_optimizer(self) -> bytes:
@@ -212,7 +220,7 @@ class TrainingLoop:
     def _start_schedule(self, epoch: int, step_of_epoch: int) -> None:
         schedule, averager = self.run.replica.schedule, self.averager
         losses = averager.epoch_losses(epoch - 1) if schedule.follows_epoch_losses else ()
-        before = self.job.steps_before(epoch, averager.shard_rows)
+        before = self.job.steps_before(epoch, averager.shard_rows, averager.since)
         schedule.start_at(epoch, before + step_of_epoch, losses)
 
     def _report_validation(self, epoch: int) -> None:

@@ -365,7 +365,7 @@ def test_a_checkpoint_that_says_nothing_of_its_rows_is_refused_in_words(
     store.write({}, {"config": {}, "data": data, "progress": progress})
     saved = store.newest()
     assert saved is not None
-    present = DataStatistics((3,), (), fingerprint=7).lasting()
+    present = DataStatistics((3,), (), fingerprint=7)
     with pytest.raises(CheckpointError, match="does not say which rows"):
         require_same_rows(ResumedCheckpoint.of(saved), present, ())
 
@@ -419,7 +419,7 @@ def test_whatever_a_checkpoint_says_is_of_its_types_or_an_error_of_the_projects_
         resumed = ResumedCheckpoint.of(saved)
         require_same(saved.path, described["config"], DESCRIPTION["config"])
         require_progress(resumed, 5, 2)
-        require_same_rows(resumed, PRESENT.lasting(), (ColumnSpec("x", torch.float32),))
+        require_same_rows(resumed, PRESENT, (ColumnSpec("x", torch.float32),))
     except SparkDLError:
         return
     told = resumed.progress

@@ -201,6 +201,7 @@ class AveragerClient:
         self._codec.begin(layout, int(header["chunk_bytes"]))
         self.resumes = header["worker_state"] is not None
         self._worker_state_bytes = int(header["worker_state"] or 0)
+        self.since = Position(**header["since"])
         self.epoch_ended = bool(header["epoch_ended"])
         self.asks_leave = bool(header["asks_leave"])
         each = bool(header["holds_windows"])

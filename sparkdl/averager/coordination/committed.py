@@ -41,6 +41,7 @@ class CommittedProgress:
         progress: how far the training had come when the run began.
         kept: what was kept of each rank at that time.
         now: the time, in seconds.
+        validated: whether the loss of the last epoch before was known then.
 
     Attributes:
         round: rounds committed in this run.
@@ -49,11 +50,20 @@ class CommittedProgress:
             and the center, the worker continues exactly as it would have.
         commit_wanted: whether the driver wants a commit before the epoch ends; set until there is
             one.
+        since: where these workers began together.
     """
 
-    def __init__(self, progress: Progress, kept: Mapping[int, WorkerState], now: float) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        kept: Mapping[int, WorkerState],
+        now: float,
+        validated: bool = False,
+    ) -> None:
         self.round = 0
         self.epoch = progress.epoch
+        self.since = progress.since
+        self._validated = validated
         # Up to date once the ranks' newest windows, in ``_moved``, are taken into account.
         self._positions = list(progress.positions)
         self._moved: dict[int, WindowReport] = {}
@@ -93,8 +103,8 @@ class CommittedProgress:
 
     @property
     def at_end_of_epoch(self) -> bool:
-        """Whether nothing has been committed since the end of an epoch."""
-        return self.epoch > 1 and self.round == self._first_round
+        """Whether nothing has been committed since the end of an epoch without a known loss."""
+        return self.epoch > 1 and self.round == self._first_round and not self._validated
 
     def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, WorkerState]) -> None:
         """Count a round and its windows as having happened.
@@ -116,12 +126,14 @@ class CommittedProgress:
         """Go on to the next epoch; returns the summary of the one that ended."""
         seconds = now - self._epoch_started
         rounds = self.round - self._first_round
-        summary = summarize_epoch(self.epoch, self._sums.values(), rounds, seconds)
+        workers = len(self._positions)
+        summary = summarize_epoch(self.epoch, self._sums.values(), rounds, seconds, workers)
         self._history = [*self.history, summary]
         self.epoch += 1
         self._positions = [position.next_epoch() for position in self.positions]
         self._first_round = self.round
         self._sums, self._validations, self._states = {}, {}, {}
+        self._validated = False
         self.start_epoch(now)
         return summary
 
@@ -196,6 +208,7 @@ class CommittedProgress:
             positions=tuple(self.positions),
             sums=tuple(replace(self._sums[rank]) for rank in sorted(self._sums)),
             history=self.history,
+            since=self.since,
         )
 
 

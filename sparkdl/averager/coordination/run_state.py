@@ -7,7 +7,7 @@ training goes on. A round after which the next is due waits until it has been wr
 from __future__ import annotations
 
 from collections.abc import Iterable, KeysView, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from sparkdl.averager.coordination.actions import Recorder
@@ -174,11 +174,27 @@ class Restart:
         progress: how far the training has come already.
         saved: whether a checkpoint holds that progress, if there is any.
         kept: what was kept of each rank at its last commit.
+        validated: whether the loss of the last epoch that has ended is known.
     """
 
     progress: Progress | None = None
     saved: bool = True
     kept: Mapping[int, WorkerState] = field(default_factory=dict)
+    validated: bool = False
+
+    def resized(self, world_size: int) -> Restart:
+        """The same for another number of workers, each with a copy of what one rank kept.
+
+        They begin an epoch, and the loss of the previous one is known.
+        """
+        assert self.progress is not None
+        kept = [self.kept[rank].copies(world_size) for rank in sorted(self.kept)[:1]]
+        return replace(
+            self,
+            progress=self.progress.resized(world_size),
+            kept=dict(enumerate(kept[0])) if kept else {},
+            validated=True,
+        )
 
 
 class RunState:
@@ -211,7 +227,7 @@ class RunState:
         self.shards = Shards(spec.world_size)
         self.gathers = Gathers(self)
         progress = restart.progress or Progress.start(spec.world_size)
-        self.committed = CommittedProgress(progress, restart.kept, now)
+        self.committed = CommittedProgress(progress, restart.kept, now, restart.validated)
         spec.policy.begin(self.committed.positions)
         self.round = Round(self.members.everyone, spec.policy)
         self.ranks = self.round.ranks

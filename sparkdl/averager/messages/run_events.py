@@ -57,11 +57,30 @@ class Progress:
     """What the windows committed in that epoch add up to, of the ranks that have any."""
     history: tuple[EpochSummary, ...] = ()
     """The previous epochs."""
+    since: Position = Position()
+    """Where these workers began: at the start of the epoch before which their number changed."""
 
     @classmethod
     def start(cls, world_size: int) -> Progress:
         """The progress at the start: none."""
         return cls(epoch=1, rounds=0, positions=(Position(),) * world_size)
+
+    def resized(self, world_size: int) -> Progress:
+        """The same for another number of workers, who begin an epoch together.
+
+        They go on counting from the steps of the worker that has taken the most.
+
+        Args:
+            world_size: number of workers.
+
+        Raises:
+            ValueError: part of the epoch under way has been committed.
+        """
+        if self.rounds:
+            raise ValueError(f"{self.rounds} rounds of epoch {self.epoch} have been committed")
+        step = max(position.step for position in self.positions)
+        start = Position(epoch=self.epoch, step=step)
+        return dataclasses.replace(self, positions=(start,) * world_size, since=start)
 
     @property
     def all_rounds(self) -> int:
@@ -82,6 +101,8 @@ class Progress:
         progress: Progress = read(cls, fields)
         if any(each.rank >= len(progress.positions) for each in progress.sums):
             raise TypeError(f"sums is {progress.sums!r}")
+        if progress.since.epoch > progress.epoch or progress.since.step_of_epoch:
+            raise TypeError(f"since is {progress.since!r}")
         return progress
 
 
@@ -128,6 +149,14 @@ class WorkerState:
         self._file.seek(0)
         while block := self._file.read(size):
             yield block
+
+    def copies(self, number: int) -> list[WorkerState]:
+        """As many copies, for a thread each."""
+        copies = [WorkerState() for _ in range(number)]
+        for block in self.blocks(IN_MEMORY_BYTES):
+            for copy in copies:
+                copy.add(block)
+        return copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ Each worker has one connection (``framing.py`` describes its format):
                                  <------ {"waiting": true}, now and then
                                  <------ {"chunk_bytes": size of the largest message of values,
                                           "position": where to continue,
+                                          "since": where these workers began together,
                                           "epoch_ended": whether all have just ended an epoch,
                                           "asks_leave": whether to ask for leave to begin one,
                                           "may_wait": whether others may keep it from
@@ -166,6 +167,7 @@ class Worker:
             {
                 "chunk_bytes": averager.center.chunk_bytes,
                 "position": dataclasses.asdict(position),
+                "since": dataclasses.asdict(committed.since),
                 "worker_state": (state.size if state else 0) if begun else None,
                 "epoch_ended": committed.at_end_of_epoch,
                 "asks_leave": coordinator.spec.followed,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import methodcaller
 from typing import Any
@@ -76,6 +76,19 @@ class Snapshot:
     restart: Restart = field(default_factory=Restart)
     kept_model: KeptModel | None = None
     resumed: ResumedCheckpoint | None = None
+
+    def copied(self) -> Snapshot:
+        """The same with values of its own."""
+        memory = self.memory
+        return replace(
+            self,
+            center=[values.clone() for values in self.center],
+            memory=memory and [{key: each.clone() for key, each in of.items()} for of in memory],
+        )
+
+    def resized(self, world_size: int) -> Snapshot:
+        """The same for another number of workers, at the start of an epoch."""
+        return replace(self, restart=self.restart.resized(world_size), resumed=None)
 
 
 class Averager(Service):
@@ -152,6 +165,17 @@ class Averager(Service):
         self.close()
 
     # For the driver's threads.
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.coordinator.spec.world_size
+
+    @property
+    def there(self) -> set[int]:
+        """The ranks that have joined and are not lost."""
+        with self.lock:
+            return self.coordinator.members.there
 
     @property
     def progress(self) -> Progress:

@@ -81,11 +81,18 @@ class DataStatistics:
         """The mean weight of all rows to train on; 1 without weights."""
         return self.weight / self.rows if self.weight else 1.0
 
-    def lasting(self) -> dict[str, Any]:
+    def lasting(self, *, resized: bool = False) -> dict[str, Any]:
         """What is the same when the rows are read again, as JSON: all but the places.
 
         A shuffle delivers rows in any order, and which worker reads which partition may differ.
+
+        Args:
+            resized: whether another number of workers reads them: then only their number and their
+                values are the same.
         """
+        if resized:
+            names = ("rows", "held_out", "skipped", "fingerprint", "held_out_fingerprint")
+            return {name: getattr(self, name) for name in names}
         fields = asdict(self)
         del fields["parts"]
         fields["shard_rows"] = [rows for _, rows, *_ in in_order(self.parts)]

@@ -1,0 +1,155 @@
+"""When a run changes its number of workers, and from where it goes on.
+
+Each averager has one number of workers. So all of them start again for another one: at an epoch's
+end with those that could be added, or from the epoch's start without those that do not come back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from sparkdl.averager.coordination.run_state import Restart
+from sparkdl.averager.messages.run_events import IN_MEMORY_BYTES, WorkerState
+from sparkdl.averager.service.saving import ResumedCheckpoint
+from sparkdl.averager.service.server import Averager, Snapshot
+from sparkdl.errors import ConfigError
+from sparkdl.worker import Job
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""Seconds in which a lost worker usually comes back where it was."""
+AWAY_S = 60.0
+"""Seconds after which the others go on without a worker that has not come back."""
+
+
+class Slots(Protocol):
+    """Where workers could be added."""
+
+    @property
+    def free(self) -> int:
+        """How many workers could start now."""
+
+    def give(self) -> None:
+        """Let a worker that was lost have one of the free slots."""
+
+
+class Resize:
+    """The changes of one run's number of workers.
+
+    Args:
+        job: what is trained; it says between which numbers.
+        slots: tells where workers could be added.
+
+    Attributes:
+        losses: how many workers were lost before the last change.
+    """
+
+    def __init__(self, job: Job, slots: Slots) -> None:
+        assert job.max_workers is not None
+        self.losses = 0
+        self._fewest, self._most, self._epochs = job.min_workers, job.max_workers, job.epochs
+        self._slots = slots
+        self._begun: Snapshot | None = None
+        self._next: Snapshot | None = None
+        # Since when each rank is missing, and which of these were given a free slot.
+        self._away: dict[int, float] = {}
+        self._given: set[int] = set()
+
+    def resumed(
+        self, snapshot: Snapshot, checkpoint: ResumedCheckpoint, world_size: int
+    ) -> Snapshot:
+        """Deal a checkpoint to another number of workers, if it was written at an epoch's end.
+
+        Args:
+            snapshot: of the checkpoint.
+            checkpoint: from which the training resumes.
+            world_size: number of workers that there are.
+
+        Returns:
+            The snapshot for that number; as it is if it was written in the middle of an epoch.
+
+        Raises:
+            ConfigError: more workers than are allowed now have begun the epoch.
+        """
+        progress = checkpoint.progress
+        before = len(progress.positions)
+        if before == world_size:
+            return snapshot
+        if progress.rounds:
+            if before > self._most:
+                raise ConfigError(
+                    f"{checkpoint.saved.path} is from the middle of an epoch that {before} workers "
+                    f"began, and only as many can end it, but maxWorkers is {self._most}. Set it "
+                    f"to {before} or more"
+                )
+            logger.info("%d workers go on until the epoch ends, as it was begun", before)
+            return snapshot
+        kept, piece = dict[int, WorkerState](), checkpoint.worker_state(0)
+        if piece is not None:
+            kept[0] = WorkerState()
+            for block in piece.blocks(IN_MEMORY_BYTES):
+                kept[0].add(block)
+        restart = Restart(progress=progress, kept=kept).resized(world_size)
+        # Its last epoch may not have been validated.
+        return replace(snapshot, restart=replace(restart, validated=False), resumed=None)
+
+    def begin(self, averager: Averager) -> None:
+        """Keep the start of the epoch that an averager is about to serve."""
+        self._away, self._given = {}, set()
+        self._keep(averager.snapshot())
+
+    def take(self) -> Snapshot | None:
+        """From where to go on with another number of workers; None if nothing changes."""
+        found, self._next = self._next, None
+        return found
+
+    def epoch_ended(self, averager: Averager, epoch: int) -> str | None:
+        """Decide at the end of an epoch; returns why the averager has to end, if it has."""
+        if epoch >= self._epochs:
+            return None
+        before = averager.world_size
+        after = min(self._most, before + self._slots.free)
+        if after <= before:
+            self._keep(averager.snapshot())
+            return None
+        return self._change(averager, averager.snapshot(), after)
+
+    def look(self, averager: Averager) -> str | None:
+        """Decide at any other time; returns why the averager has to end, if it has."""
+        now, there = averager.now(), averager.there
+        if not there:  # nobody has started yet, or all have left
+            return None
+        missing = set(range(averager.world_size)) - there
+        self._away = {rank: self._away.get(rank, now) for rank in missing}
+        self._given &= missing
+        for rank in self._since(now - RETRY_S) - self._given:
+            self._given.add(rank)
+            if self._slots.free:
+                self._slots.give()
+        if self._begun is None or not self._since(now - AWAY_S) or len(there) < self._fewest:
+            return None
+        logger.warning("%s did not come back in %.0f s", _named(self._away), AWAY_S)
+        return self._change(averager, self._begun, len(there))
+
+    def _since(self, at: float) -> set[int]:
+        return {rank for rank, since in self._away.items() if since <= at}
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        progress = snapshot.restart.progress
+        assert progress is not None
+        whole = not progress.rounds
+        restart = replace(snapshot.restart, validated=True)
+        self._begun = replace(snapshot, restart=restart).copied() if whole else None
+
+    def _change(self, averager: Averager, snapshot: Snapshot, after: int) -> str:
+        self.losses += len(averager.losses)
+        self._next = snapshot.resized(after)
+        return f"{averager.world_size} workers become {after}"
+
+
+def _named(ranks: Iterable[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))

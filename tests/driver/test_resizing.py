@@ -1,0 +1,336 @@
+"""Workers that are added between epochs, and others that do not come back."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from by_keyword import run
+from every_row import every
+from interruptions import policy, same_bits
+from support.faults import Proxy
+from torch import nn
+from toys import Data, classification, make_job, mlp, relative_error, union, windows_by_hand
+from virtual_time import VirtualClock
+from waiting import WAIT_S, eventually
+
+from sparkdl.averager import Averager
+from sparkdl.averager.messages.run_events import Progress
+from sparkdl.callbacks import Callback, Training
+from sparkdl.checkpoint.storage import CheckpointStore
+from sparkdl.driver import Outcome, serving
+from sparkdl.errors import ConfigError
+from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.strategies import ElasticAveraging, OuterOptimizer, ParameterAveraging
+from sparkdl.testing.world import _places, _processes, _threads, _train_in_thread
+from sparkdl.worker import Job
+
+pytestmark = pytest.mark.usefixtures("nobody_stays")
+
+ROWS = 48
+DATA = classification([ROWS])
+
+
+@dataclass
+class Free:
+    """Slots that become free at the ends of epochs, as a list says."""
+
+    after: Sequence[int]
+    given: int = 0
+    asked: int = field(default=0)
+
+    @property
+    def free(self) -> int:
+        self.asked += 1
+        return self.after[self.asked - 1] if self.asked <= len(self.after) else 0
+
+    def give(self) -> None:
+        self.given += 1
+
+
+def dealt(workers: int, data: Data = DATA) -> Data:
+    share, left_over = divmod(len(data.targets), workers)
+    return replace(data, sizes=tuple(share + (rank < left_over) for rank in range(workers)))
+
+
+def launched(job: Job, directory: Path, ranks_as: Any = _threads) -> Any:
+    """Starts as many workers as the averager has, on all rows."""
+
+    def launch(averager: Averager) -> Any:
+        return ranks_as(job, dealt(averager.world_size).shards(), directory)(averager)
+
+    return launch
+
+
+def trained(
+    job: Job,
+    directory: Path,
+    free: Sequence[int],
+    *,
+    start: int = 2,
+    most: int = 8,
+    ranks_as: Any = _threads,
+    **options: Any,
+) -> Outcome:
+    job = replace(job, max_workers=most)
+    return run(job, start, launched(job, directory, ranks_as), slots=Free(free), **options)
+
+
+class CountsInWholeNumbers(torch.optim.SGD):
+    """Takes smaller and smaller steps, by a counter that is no part of the mean."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                taken = self.state[parameter].setdefault(
+                    "taken", torch.zeros((), dtype=torch.int64)
+                )
+                taken += 1
+                parameter.grad.div_(float(taken))
+        return super().step(closure)
+
+
+def test_an_epoch_with_other_workers_trains_as_one_process_on_their_minibatches(
+    tmp_path: Path,
+) -> None:
+    """The optimizer's state and a schedule by the step go on where they were."""
+    counting = CountsInWholeNumbers
+    halving = partial(torch.optim.lr_scheduler.StepLR, step_size=7, gamma=0.5)
+    job = make_job(mlp(), optimizer=counting, epochs=4, scheduler=halving, scheduler_every="step")
+    outcome = trained(job, tmp_path, [2, 0, 2])
+    assert [row.workers for row in outcome.history] == [2, 4, 4, 6]
+    assert [row.examples for row in outcome.history] == [ROWS] * 4
+
+    oracle = copy.deepcopy(mlp()).train()
+    optimizer = counting(oracle.parameters())
+    schedule = halving(optimizer)
+    for epoch, workers in enumerate([2, 4, 4, 6], start=1):
+        for of, ranks in windows_by_hand(dealt(workers), epoch):
+            if of != epoch:
+                continue
+            features, targets = union([part for window in ranks.values() for part in window])
+            optimizer.zero_grad()
+            outputs = oracle(torch.from_numpy(features))
+            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+            optimizer.step()
+            schedule.step()
+    assert relative_error(outcome.module, oracle) < 1e-6
+
+
+def test_the_same_numbers_of_workers_give_the_same_bits_and_others_do_not(tmp_path: Path) -> None:
+    """Also if a checkpoint is continued by another number, with random numbers of its own."""
+    dropping = nn.Sequential(nn.Dropout(0.3), mlp())
+    job = make_job(dropping, epochs=3, strategy=ParameterAveraging(3))
+    of = partial(trained, directory=tmp_path, ranks_as=_processes)
+    first, second, other = (of(job, free=free) for free in ([1], [1], [0, 1]))
+    assert same_bits(first, second)
+    assert not same_bits(first, other)
+    saved = policy(tmp_path / "checkpoints", every_epochs=1)
+    of(replace(job, epochs=1), free=[], checkpoints=saved)
+    assert same_bits(of(job, free=[], start=3, checkpoints=saved), first)
+
+
+@every(
+    "changes",
+    [
+        {"strategy": ElasticAveraging(period=2)},
+        {"strategy": OuterOptimizer(period=2), "optimizer": partial(torch.optim.Adam, lr=0.01)},
+        {"strategy": ParameterAveraging(2), "optimizer": CountsInWholeNumbers},
+    ],
+)
+def test_a_checkpoint_of_an_epochs_end_is_continued_as_if_workers_had_been_added(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    job = make_job(mlp(), epochs=3, **changes)
+    whole = trained(job, tmp_path, [2])
+    saved = policy(tmp_path / "checkpoints", every_epochs=1)
+    trained(replace(job, epochs=1), tmp_path, [], checkpoints=saved)
+    resumed = trained(job, tmp_path, [], start=4, checkpoints=saved)
+    assert [row.workers for row in resumed.history] == [2, 4, 4]
+    assert same_bits(resumed, whole)
+
+
+class DiesInTheMiddle(Callback):
+    """Ends a training as SIGKILL of the driver would, in the middle of an epoch."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+        self.rounds -= 1
+        if not self.rounds:
+            training.stop("enough")
+
+
+def test_a_checkpoint_from_the_middle_of_an_epoch_is_continued_by_as_many_until_it_ends(
+    tmp_path: Path,
+) -> None:
+    job = make_job(mlp(), epochs=3)
+    saved = policy(tmp_path / "checkpoints", every_rounds=1)
+    trained(job, tmp_path, [], checkpoints=saved, callbacks=[DiesInTheMiddle(8)])
+    with pytest.raises(ConfigError, match="middle of an epoch that 2 workers began"):
+        trained(job, tmp_path, [], start=1, most=1, checkpoints=saved)
+    resumed = trained(job, tmp_path, [2], start=4, checkpoints=saved)
+    assert [row.workers for row in resumed.history] == [2, 2, 4]
+    assert [row.examples for row in resumed.history] == [ROWS] * 3
+
+
+def test_rows_of_a_checkpoint_are_compared_whoever_reads_them(tmp_path: Path) -> None:
+    job = make_job(mlp(), epochs=2)
+    saved = policy(tmp_path / "checkpoints", every_epochs=1)
+    trained(replace(job, epochs=1), tmp_path, [], checkpoints=saved)
+    other = classification([ROWS], seed=1)
+    job = replace(job, max_workers=8)
+    start = _threads(job, dealt(4, other).shards(), tmp_path)
+    with pytest.raises(ConfigError, match="fingerprint"):
+        run(job, 4, start, checkpoints=saved, slots=Free([]))
+
+
+def test_an_unchanging_run_does_not_continue_one_whose_workers_change(tmp_path: Path) -> None:
+    job = make_job(mlp(), epochs=2)
+    saved = policy(tmp_path / "checkpoints", every_epochs=1)
+    trained(replace(job, epochs=1), tmp_path, [], checkpoints=saved)
+    with pytest.raises(ConfigError, match="number of workers"):
+        run(job, 2, launched(job, tmp_path), checkpoints=saved)
+
+
+class Notes(Callback):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def on_start(self, training: Training, statistics: DataStatistics) -> None:
+        self.told.append(("start", len(statistics.shard_rows)))
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        self.told.append(("epoch", summary.epoch))
+
+    def on_end(self, training: Training, error: BaseException | None) -> None:
+        self.told.append(("end", len(training.history)))
+
+
+def test_callbacks_hear_of_each_epoch_once_and_may_end_the_run_where_it_would_grow(
+    tmp_path: Path,
+) -> None:
+    job, notes = make_job(mlp(), epochs=3), Notes()
+    trained(job, tmp_path, [1, 1], callbacks=[notes])
+    assert notes.told == [("start", 2), ("epoch", 1), ("epoch", 2), ("epoch", 3), ("end", 3)]
+
+    class Stops(Callback):
+        def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+            training.stop("enough")
+
+    stopped = trained(job, tmp_path, [1, 1], callbacks=[Stops()])
+    assert [row.workers for row in stopped.history] == [2]
+    assert stopped.stopped == "enough"
+
+
+def test_the_record_has_all_that_took_part(tmp_path: Path) -> None:
+    job = make_job(mlp(), epochs=2)
+    recording = trained(job, tmp_path, [3]).recording
+    assert recording.world_size == len(recording.hosts) == 5
+    assert recording.rows.sum() == 2 * ROWS
+    assert np.count_nonzero(recording.seconds.sum(axis=1)) == 5
+    assert recording.outcome == "finished"
+
+
+def test_no_more_workers_than_allowed_are_added(tmp_path: Path) -> None:
+    outcome = trained(make_job(mlp(), epochs=3), tmp_path, [9, 9], most=3)
+    assert [row.workers for row in outcome.history] == [2, 3, 3]
+
+
+def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others train that epoch from its start; nothing of the attempt before is in the model."""
+    monkeypatch.setattr(serving, "LOOK_S", 0.02)
+    job = make_job(mlp(), epochs=3, max_failures=9, deadline_s=100_000.0, max_workers=3)
+    clock, slots, seen = VirtualClock(), Free([]), list[int]()
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        workers = averager.world_size
+        seen.append(workers)
+        shards = dealt(workers).shards()
+        if workers < 3:
+            with _threads(job, shards, tmp_path)(averager):
+                yield
+            return
+        with (
+            Proxy(averager.address) as proxy,
+            _last_through(proxy, job, shards, tmp_path, averager),
+        ):
+
+            def leave() -> None:
+                assert eventually(lambda: averager.progress.epoch == 2 and averager.progress.rounds)
+                proxy.__exit__(None, None, None)
+                while not averager.coordinator.ended:
+                    clock.step(averager)
+                    time.sleep(0.002)
+
+            leaving = threading.Thread(target=leave)
+            leaving.start()
+            yield
+            leaving.join(WAIT_S)
+
+    outcome = run(job, 3, launch, slots=slots, now=clock)
+    assert seen == [3, 2]
+    assert [row.workers for row in outcome.history] == [3, 2, 2]
+    assert [row.examples for row in outcome.history] == [ROWS] * 3
+
+    expected = copy.deepcopy(mlp()).train()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for epoch, workers in enumerate([3, 2, 2], start=1):
+        for of, ranks in windows_by_hand(dealt(workers), epoch):
+            if of == epoch:
+                features, targets = union([part for each in ranks.values() for part in each])
+                optimizer.zero_grad()
+                outputs = expected(torch.from_numpy(features))
+                nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+                optimizer.step()
+    assert relative_error(outcome.module, expected) < 1e-6
+
+
+@contextmanager
+def _last_through(
+    proxy: Proxy, job: Job, shards: list[Any], directory: Path, averager: Averager
+) -> Iterator[None]:
+    """All workers, the last of which reaches the averager by a proxy, and is not started again."""
+    first = _threads(job, shards[:-1], directory)
+    place = _places(len(shards), directory)[-1]
+    last = threading.Thread(
+        target=_train_in_thread, args=(job, place, proxy.address, shards[-1]), daemon=True
+    )
+    last.start()
+    with first(averager):
+        yield
+    last.join(WAIT_S)
+
+
+def test_progress_is_dealt_to_others_only_between_epochs() -> None:
+    with pytest.raises(ValueError, match="3 rounds of epoch 1"):
+        replace(Progress.start(2), rounds=3).resized(4)
+
+
+def test_what_a_checkpoint_says_of_where_its_workers_began_is_checked(tmp_path: Path) -> None:
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    assert store.newest() is None
+    told = Progress.start(2).as_json()
+    for since in ({"epoch": 2}, {"epoch": 1, "step_of_epoch": 3}):
+        with pytest.raises(TypeError, match="since"):
+            Progress.from_json({**told, "since": since})
