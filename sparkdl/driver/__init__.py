@@ -9,4 +9,5 @@ from sparkdl.driver.lifecycle import RunOptions as RunOptions
 from sparkdl.driver.lifecycle import as_builder as as_builder
 from sparkdl.driver.lifecycle import initial_center as initial_center
 from sparkdl.driver.lifecycle import run as run
+from sparkdl.driver.resizing import Slots as Slots
 from sparkdl.driver.serving import Observers as Observers

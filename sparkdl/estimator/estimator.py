@@ -42,6 +42,7 @@ from sparkdl.spark.cluster.network import driver_ports
 from sparkdl.spark.cluster.slots import queued
 from sparkdl.spark.diagnostics.console import driver_hosts
 from sparkdl.spark.launch.launcher import launch
+from sparkdl.spark.launch.spare_tasks import SpareTasks
 from sparkdl.strategies import ParameterAveraging
 
 M = TypeVar("M", bound=FittedModel)
@@ -198,7 +199,8 @@ class BaseEstimator(
             else:
                 train = partial(self._train, plan, RowChecks(replica))
             del replica  # only the checks hold it, until they need it no more
-            with queued(spark, workers.num_tasks, workers.profile):
+            most = plan.job.max_workers or workers.num_workers
+            with queued(spark, most // workers.ranks_a_task, workers.profile):
                 try:
                     return self._fitted(plan, *train())
                 except CallbackError as error:
@@ -211,8 +213,11 @@ class BaseEstimator(
         host, advertised_host = driver_hosts(spark)
         edge = EdgeOptions(host=host, advertised_host=advertised_host, ports=driver_ports(spark))
         with ProgressBar(settings.getEpochs(), visible=settings.getProgress()) as progress:
-            start, shown = launch(plan.workers, plan.job), settings_of(self)
-            return run_checked(plan, checks, start, edge, on_event=progress, settings=shown)
+            most, shown = plan.job.max_workers, settings_of(self)
+            spares = None if most is None else SpareTasks(plan.workers, most)
+            start = launch(plan.workers, plan.job, spares)
+            followers = {"on_event": progress, "settings": shown}
+            return run_checked(plan, checks, start, edge, spares, **followers)
 
     def _fitted(self, plan: FitPlan, outcome: Outcome, checked: Checked) -> M:
         recording = outcome.recording

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparkdl.arguments import counted
@@ -250,6 +250,7 @@ def job_of(settings: FitSettings) -> Job:
         deadline_s=settings.getTimeout(),
         max_failures=settings.getMaxFailures(),
         min_workers=settings.getMinWorkers(),
+        max_workers=settings.getMaxWorkers(),
         callbacks=tuple(each for each in given if isinstance(each, WorkerCallback)),
         scheduler_metric=settings.getSchedulerMetric(),
         clip_norm=settings.getClipNorm(),
@@ -291,15 +292,21 @@ def _workers(
         require_trusted_network(spark, settings.getTls(), type(strategy).__name__)
     profile, ranks = gpu_profile(spark, device), ranks_a_task(spark, device)
     num_workers = choose_num_workers(spark, settings.getNumWorkers(), profile, ranks)
+    if job.max_workers is not None:
+        if settings.getNumWorkers() is None:
+            num_workers = min(num_workers, job.max_workers)
+        _require_changeable(spark, job, num_workers, ranks)
     if job.min_workers > num_workers:
         raise ConfigError(
             f"minWorkers is {job.min_workers}, but this fit has "
             f"{counted(num_workers, 'worker')}. Set it to at most {num_workers}"
         )
-    strategy.require_workers(num_workers)
-    if num_workers > 1 and replica.adds_losses:
+    most = job.max_workers or num_workers
+    for number in {job.min_workers, num_workers, most} if job.max_workers else {num_workers}:
+        strategy.require_workers(number)
+    if most > 1 and replica.adds_losses:
         raise ConfigError(
-            f"{_name(job.loss)} has reduction='sum', and there are {num_workers} workers: the sum "
+            f"{_name(job.loss)} has reduction='sum', and there are {most} workers: the sum "
             "over the rows of one is not that over all, nor is it a mean, which strategies can "
             "weigh. Use reduction='mean', with a smaller learning rate, or numWorkers=1"
         )
@@ -320,6 +327,28 @@ def _workers(
         profile=profile,
         ship_modules=settings.getShipModules(),
     )
+
+
+def _require_changeable(spark: SparkSession, job: Job, num_workers: int, ranks: int) -> None:
+    """Check that the number of workers may change."""
+    most, name = job.max_workers or 0, type(job.strategy).__name__
+    if is_of_connect(spark):
+        raise ConfigError(
+            "maxWorkers adds workers while a fit runs, but over Spark Connect all of them start "
+            "together. Set numWorkers alone, or use a session in the driver (spark-submit)"
+        )
+    if job.strategy.needs.collective or not job.strategy.needs.checkpointable:
+        raise ConfigError(
+            f"maxWorkers adds workers while a fit runs, but {name} has workers that exchange among "
+            "themselves, or keep what no center holds, so that their number cannot change. Set "
+            "numWorkers alone, or use a strategy that averages in the driver, such as "
+            "ParameterAveraging"
+        )
+    if most < num_workers or most % ranks:
+        raise ConfigError(
+            f"maxWorkers is {most}, but the fit begins with {counted(num_workers, 'worker')}, "
+            f"{ranks} in each task. Set it to a multiple of {ranks} that is at least {num_workers}"
+        )
 
 
 def _metrics(settings: FitSettings, head: Head) -> Metrics | None:

@@ -13,7 +13,7 @@ import torch
 
 from sparkdl.arguments import counted
 from sparkdl.averager.service.server import EdgeOptions
-from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
+from sparkdl.driver import Launch, Observers, Outcome, RunOptions, Slots, run
 from sparkdl.errors import CallbackError, DataError
 from sparkdl.estimator.checks.preflight import FitPlan, require_steps
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
@@ -323,14 +323,23 @@ def _warn_of_imbalance(plan: FitPlan, statistics: DataStatistics) -> None:
         )
 
 
+def evenly(rows: int, workers: int) -> list[int]:
+    """The rows of each worker where all have the same number, give or take one."""
+    share, left_over = divmod(rows, workers)
+    return [share + (rank < left_over) for rank in range(workers)]
+
+
 def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> list[list[int]]:
     """The workers' rows in an epoch, in each of the ways in which they may be shared."""
     feed, epochs = plan.job.feed, range(1, plan.job.epochs + 1)
-    exchanged = any(map(feed.reshuffles, epochs))
-    share, left_over = divmod(statistics.rows, len(statistics.shard_rows))
-    as_read = list(statistics.shard_rows)
-    even = [share + (rank < left_over) for rank in range(len(as_read))]
-    return [even, *([as_read] if feed.epochs_as_read else [])] if exchanged else [as_read]
+    as_read, present = list(statistics.shard_rows), len(statistics.shard_rows)
+    most, numbers = plan.job.max_workers, {present}
+    if most is not None:
+        numbers |= set(range(plan.job.min_workers, most + 1))
+    even = [evenly(statistics.rows, number) for number in sorted(numbers)]
+    if most is not None or any(map(feed.reshuffles, epochs)):
+        return [*even, *([as_read] if feed.epochs_as_read else [])]
+    return [as_read]
 
 
 def _check_last_minibatch(trial: Trial, plan: FitPlan, statistics: DataStatistics) -> None:
@@ -351,12 +360,20 @@ def _in_last_step(share: Sequence[int], batch_size: int) -> int:
 
 def _check_schedule(replica: Replica, job: Job, statistics: DataStatistics) -> None:
     by_steps = job.scheduler_every == "step"
-    steps = job.steps_before(job.epochs + 1, statistics.shard_rows) if by_steps else job.epochs - 1
+    rows = statistics.shard_rows
+    if job.max_workers is not None:
+        rows = tuple(evenly(statistics.rows, job.min_workers))
+    steps = job.steps_before(job.epochs + 1, rows) if by_steps else job.epochs - 1
     require_steps(replica.optimizer, job.scheduler, steps)
 
 
 def run_checked(
-    plan: FitPlan, checks: RowChecks, launch: Launch, edge: EdgeOptions, **observers: Any
+    plan: FitPlan,
+    checks: RowChecks,
+    launch: Launch,
+    edge: EdgeOptions,
+    slots: Slots | None = None,
+    **observers: Any,
 ) -> tuple[Outcome, Checked]:
     """Serve a fit, and check it against what its workers have read.
 
@@ -365,6 +382,7 @@ def run_checked(
         checks: hold a replica to try out.
         launch: starts the workers; see ``driver.run``.
         edge: where the averager listens.
+        slots: tells where workers could be added, if their number may change.
         observers: others than the checks and the callbacks; see ``driver.Observers``.
 
     Returns:
@@ -373,7 +391,8 @@ def run_checked(
     Raises:
         SparkDLError: as ``driver.run``.
     """
-    options = RunOptions(checkpoints=plan.checkpoints, warm_start=plan.warm_start, edge=edge)
+    start, checkpoints = plan.warm_start, plan.checkpoints
+    options = RunOptions(checkpoints=checkpoints, warm_start=start, edge=edge, slots=slots)
     callbacks, check = plan.settings.driver_callbacks(), partial(checks.check, plan)
     followed = Observers(check=check, callbacks=callbacks, **observers)
     try:

@@ -82,6 +82,12 @@ class TorchEstimatorParams(OutputParams):
             numWorkers: replicas to train (>= 1); None for as many as the cluster has slots. Where
                 each Spark task has several GPUs, every GPU gets one, so it must be a multiple of
                 them.
+            maxWorkers: the most replicas, if more may be added while the fit runs (>= 1); None for
+                numWorkers. Workers are added between two epochs, where slots have become free or
+                executors have started on demand, and rows are dealt anew. If some do not come back
+                within a minute, and minWorkers are there, those train the epoch again from its
+                start. For strategies whose workers do not exchange among themselves, in a session
+                in the driver.
             device: where replicas live: auto, cpu, cuda or cuda:N. ``auto`` is a GPU where Spark
                 assigns or torch sees one.
             shipModules: whether modules of your own that the model and the other Params need,
@@ -299,6 +305,7 @@ class _Arguments(TypedDict, total=False):
     seed: int
     strategy: Strategy[Any] | None
     numWorkers: int | None
+    maxWorkers: int | None
     device: str
     shipModules: bool
     featuresCol: str

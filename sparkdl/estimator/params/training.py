@@ -145,6 +145,15 @@ class WorkerParams(DeclaredParams, group="Workers"):
         "Where each Spark task has several GPUs, every GPU gets one, so it must be a multiple of "
         "them.",
     )
+    maxWorkers = number(
+        1,
+        None,
+        "the most replicas, if more may be added while the fit runs (>= 1); None for numWorkers",
+        "Workers are added between two epochs, where slots have become free or executors have "
+        "started on demand, and rows are dealt anew. If some do not come back within a minute, and "
+        "minWorkers are there, those train the epoch again from its start. For strategies whose "
+        "workers do not exchange among themselves, in a session in the driver.",
+    )
     device: Param[str] = Declaration(
         device_name("device"),
         "auto",

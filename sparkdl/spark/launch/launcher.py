@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, astuple, dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from functools import partial
 
 from pyspark.sql import Row
@@ -36,6 +36,7 @@ from sparkdl.spark.diagnostics.task_failures import (
 )
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch.environments import setup_error, task_of
+from sparkdl.spark.launch.spare_tasks import SpareTasks
 from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
 from sparkdl.spark.modules.arrival import Shipment
 from sparkdl.spark.modules.shipping import ship
@@ -55,8 +56,14 @@ _UNREACHABLE = re.compile(
 """How a task fails that could never reach the driver."""
 
 
-def launch(workers: Workers, job: Job) -> Launch:
-    """Prepare to start ``job`` on ``workers``; see ``driver.Launch``."""
+def launch(workers: Workers, job: Job, spares: SpareTasks | None = None) -> Launch:
+    """Prepare to start a job on workers; see ``driver.Launch``.
+
+    Args:
+        workers: where they run, and on which rows.
+        job: what they train.
+        spares: tasks that wait for workers to be added, if their number may change.
+    """
     spark, names = workers.frame.sparkSession, set[str]()
     sent = (job, workers.network, workers.in_memory, workers.device, echoes(spark))
     payload = pickled(sent, names)
@@ -64,8 +71,11 @@ def launch(workers: Workers, job: Job) -> Launch:
 
     @contextmanager
     def start(averager: Averager) -> Iterator[None]:
+        number, mine = averager.world_size, workers
+        if number != workers.num_workers:
+            mine = replace(workers, num_workers=number)
         running = WorkerJob(
-            workers,
+            mine,
             payload,
             "sparkdl.spark.launch.task:run_worker_task",
             averager.address,
@@ -74,14 +84,15 @@ def launch(workers: Workers, job: Job) -> Launch:
             ended_early="the Spark job ended before training did: a worker exited without "
             "reporting why, perhaps because it could not reach the driver at "
             f"{averager.address.uri}",
+            all_there=lambda: len(averager.there) == number,
         )
         if job.strategy.needs.collective:
-            tasks, ranks = workers.num_tasks, workers.ranks_a_task
-            require_free_slots(spark, tasks, workers.profile, ranks)
+            require_free_slots(spark, mine.num_tasks, mine.profile, mine.ranks_a_task)
         with (
             RunService(averager, None, display(spark)) as console,
             running,
-            watched(averager, console.stacks, running.jobs, spark.sparkContext, workers.num_tasks),
+            watched(averager, console.stacks, running.jobs, spark.sparkContext, mine.num_tasks),
+            nullcontext() if spares is None else spares.waiting(averager),
         ):
             yield
 
@@ -105,6 +116,7 @@ class WorkerJob:
         apart: whether the only rank of a task gets a process of its own too.
         ended_early: why the run fails if its job ends while workers are still there.
         unexplained: what is said of a lost worker of which Spark knows nothing.
+        all_there: whether every task has a worker, so that the job will end by itself.
         jobs: this one, and those of what is upstream.
     """
 
@@ -118,6 +130,7 @@ class WorkerJob:
     apart: bool = False
     ended_early: str
     unexplained: str = ""
+    all_there: Callable[[], bool] = lambda: True
     _yielded: list[Row] = field(default_factory=list, init=False)
     _error: SparkDLError | None = field(default=None, init=False)
 
@@ -148,7 +161,7 @@ class WorkerJob:
                 if known is not error:
                     raise known from error
             elif error is None:
-                self.jobs.wait(JOB_END_S)
+                self.jobs.wait(JOB_END_S if self.all_there() else LEAVE_S)
         finally:
             self._held.close()
 
