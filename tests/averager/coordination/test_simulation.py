@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.simulation.averager import Averager
-from support.simulation.plan import Fault, Kind, Plan, random_plan, shrink
+from support.simulation.plan import Fault, Kind, Plan, random_deals, random_plan, shrink
 from support.simulation.run import Violation, simulate
 
 from sparkdl.averager.coordination.actions import event
@@ -46,6 +46,23 @@ def test_every_schedule_ends_as_its_faults_allow(seeds: range) -> None:
     assert counted["losses"] > len(seeds) / 5
     assert counted["checkpoints"] > len(seeds) / 2
     assert counted["given up"] > len(seeds) / 50
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 20_000), marks=pytest.mark.nightly)], ids=str
+)
+def test_every_schedule_ends_with_other_workers_in_each_epoch(seeds: range) -> None:
+    """Each row is counted once an epoch, whoever has it; checkpoints belong to their commits."""
+    counted: Counter[str] = Counter()
+    for seed in seeds:
+        plan = random_deals(seed)
+        outcome = simulate(plan)
+        preempted = any(fault.kind is Kind.PREEMPT for fault in plan.faults)
+        assert outcome.failure is None or preempted
+        counted["deals"] += outcome.deals
+        counted["losses"] += outcome.losses
+        counted["checkpoints"] += outcome.checkpoints
+    assert min(counted.values()) > len(seeds) / 2
 
 
 def test_a_seed_gives_the_same_run_every_time() -> None:

@@ -48,6 +48,7 @@ class Plan:
     Attributes:
         seed: determines the links' delays and the workers' speeds.
         windows: windows of each rank per epoch; 0 for a rank without rows.
+        deals: those of epochs 2, 3, ..., where other workers begin them.
         epochs: the number of epochs.
         chunks: the number of messages that make up a contribution.
         every_rounds: rounds between two checkpoints; None for checkpoints only at ends of epochs.
@@ -69,6 +70,7 @@ class Plan:
 
     seed: int
     windows: tuple[int, ...]
+    deals: tuple[tuple[int, ...], ...] = ()
     epochs: int = 2
     chunks: int = 2
     every_rounds: int | None = None
@@ -83,6 +85,10 @@ class Plan:
     delay_s: float = 0.5
     pass_s: float = 0.0
     faults: tuple[Fault, ...] = ()
+
+    def windows_in(self, epoch: int) -> tuple[int, ...]:
+        """Windows of each rank in an epoch."""
+        return (self.windows, *self.deals)[min(epoch - 1, len(self.deals))]
 
 
 def random_plan(seed: int, *, times: int = 1) -> Plan:
@@ -129,6 +135,26 @@ def random_plan(seed: int, *, times: int = 1) -> Plan:
         failing = Fault(Kind.FAILING_STORAGE, after, seconds=seconds)
         plan = replace(plan, faults=(*faults, failing))
     return replace(plan, pass_s=draw.choice((0.0, 0.0, plan.delay_s / 2)))
+
+
+def random_deals(seed: int) -> Plan:
+    """Draw a plan whose workers' number changes between epochs."""
+    plan, draw = random_plan(seed), random.Random(f"deals {seed}")
+    epochs = draw.choice((2, 3, 4))
+    deals = tuple(
+        tuple(draw.choice((0, 1, 1, 2, 3)) for _ in range(draw.choice((1, 2, 3, 4))))
+        for _ in range(epochs - 1)
+    )
+    # Those who gather may not be lost, and would all be restarted: that number does not change.
+    return replace(
+        plan,
+        epochs=epochs,
+        deals=deals,
+        gathers=False,
+        max_failures=100,
+        resubmissions=0,
+        min_workers=1,
+    )
 
 
 def shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:

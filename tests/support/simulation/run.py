@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.run_events import Position, Progress, RunEvent
+from sparkdl.averager.messages.run_events import EpochValidated, Position, Progress, RunEvent
 from sparkdl.averager.policies.round_policy import All, RoundPolicy
 from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
@@ -70,6 +70,7 @@ class Outcome:
         given_up: checkpoints that could not be written.
         seconds: how long it took, in virtual time.
         ahead: the most windows by which a worker beginning another was ahead of the slowest.
+        deals: how often other workers went on.
     """
 
     failure: SparkDLError | None = None
@@ -81,6 +82,7 @@ class Outcome:
     given_up: int = 0
     seconds: float = 0.0
     ahead: int = 0
+    deals: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,26 +181,35 @@ class Simulation:
         self._begun_after = self._saved_after = 0
         self._epoch_ended = False
         # What the commits reported, to compare with the end of each epoch.
-        self._positions = [Position() for _ in self.plan.windows]
+        self._windows = self.plan.windows
+        self._positions = [Position() for _ in self._windows]
         self._examples = 0
 
     def run(self) -> Outcome:
         """Run the plan, as often as it allows."""
-        found, restart = self._found, Restart()
-        for _ in range(self.plan.resubmissions + 1):
+        found, restart, resubmissions = self._found, Restart(), self.plan.resubmissions
+        while True:
             averager = self._submit(restart)
             found.failure = averager.coordinator.failure
             found.losses += len(averager.coordinator.members.losses)
-            if not isinstance(found.failure, WorkerLostError):
-                break
-            self.center.sum = None
             restart = averager.coordinator.restart()
+            self.center.sum = None
+            if averager.coordinator.stopped is not None:
+                found.deals += 1
+                self._windows = self.plan.windows_in(averager.coordinator.committed.epoch)
+                restart = restart.resized(len(self._windows))
+                assert restart.progress is not None
+                self._positions = list(restart.progress.positions)
+            elif isinstance(found.failure, WorkerLostError) and resubmissions:
+                resubmissions -= 1
+            else:
+                break
         self._check_end(found.failure, averager.coordinator.committed.epoch)
         found.center, found.seconds = averager.numbers[0], self.clock.now
         return found
 
     def _submit(self, restart: Restart) -> Averager:
-        plan, world_size = self.plan, len(self.plan.windows)
+        plan, world_size = self.plan, len(self._windows)
         schedule = SimpleNamespace(
             due=lambda epoch: True,
             due_within=lambda rounds: plan.every_rounds is not None and rounds >= plan.every_rounds,
@@ -209,6 +220,7 @@ class Simulation:
             tolerance=Tolerance(plan.max_failures, plan.min_workers),
             policy=self.policy(),
             checkpoints=schedule if plan.saves else None,
+            followed=bool(plan.deals),
         )
         self._averager = averager = self.averager(self, spec, restart)
         # Ranks whose last window of the epoch is committed; ranks training since they were let in.
@@ -247,10 +259,12 @@ class Simulation:
             raise Violation(f"the run did not end in {MOST_EVENTS} events")
         while self._faults and self._faults[-1].after <= self._found.events:
             fault = self._faults.pop()
-            self._struck.append(fault)
             self.clock.after(0.0, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
     def _strike(self, fault: Fault) -> None:
+        # There may be fewer workers than when the plan was made.
+        fault = replace(fault, rank=fault.rank % len(self._windows))
+        self._struck.append(fault)
         worker, seconds = self._workers[fault.rank], fault.seconds
         match fault.kind:
             case Kind.BREAK:
@@ -280,7 +294,7 @@ class Simulation:
         """Check decisions: they and what is remembered are few, and they keep the bound."""
         self._look_who_is_ahead(decisions)
         self._look_what_is_saved(decisions)
-        this, workers = self._averager.coordinator.round, len(self.plan.windows)
+        this, workers = self._averager.coordinator.round, len(self._windows)
         if len(decisions) > 8 * workers + 8:
             raise Violation(f"{len(decisions)} decisions on one event, {workers} workers")
         own = {*BREAKS, Kind.TWIN, Kind.STALL}
@@ -351,12 +365,14 @@ class Simulation:
         """Let the workers start, as the driver does; check an ended epoch."""
         if isinstance(event, DataStatistics):
             self.clock.after(self._draw.random(), lambda: self._averager.start())
+        if isinstance(event, EpochValidated):
+            self._decide_on_workers(event.summary)
         if not isinstance(event, EpochSummary):
             return
         done = tuple(position.step_of_epoch for position in self._positions)
-        if done != self.plan.windows:
-            raise Violation(f"epoch {event.epoch} ended after {done} of {self.plan.windows}")
-        expected = sum((10 + rank) * count for rank, count in enumerate(self.plan.windows))
+        if done != self._windows:
+            raise Violation(f"epoch {event.epoch} ended after {done} of {self._windows}")
+        expected = sum((10 + rank) * count for rank, count in enumerate(self._windows))
         if not expected == self._examples == event.examples:
             raise Violation(
                 f"{event.examples} examples were summed up and {self._examples} committed of "
@@ -366,6 +382,17 @@ class Simulation:
         self._epoch_ended = True
         self._through = set()
         self._positions = [position.next_epoch() for position in self._positions]
+
+    def _decide_on_workers(self, ended: EpochSummary) -> None:
+        """Let the same workers begin another epoch, or others."""
+        if ended.workers != len(self._windows):
+            raise Violation(f"{ended} is not of the {len(self._windows)} workers that there are")
+        averager, epoch, delay_s = self._averager, ended.epoch, self._draw.random()
+        others = self.plan.windows_in(epoch + 1) != self._windows and epoch < self.plan.epochs
+        if others:
+            self.clock.after(delay_s, lambda: averager.stop("others go on"))
+        else:
+            self.clock.after(delay_s, lambda: averager.approve_epoch(epoch))
 
     def write(self, progress: Progress, states: Mapping[int, Position]) -> None:
         """Check a checkpoint that is written: its states belong to it."""

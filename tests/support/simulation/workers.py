@@ -188,6 +188,7 @@ class Worker:
     # In its process.
 
     def _live(self) -> None:
+        plan = self.plan
         client = AveragerClient(
             self,  # type: ignore[arg-type]
             self.rank,
@@ -196,7 +197,7 @@ class Worker:
             deadline_s=DEADLINE_S,
             attempt=self.attempt,
             worker_state=lambda: self._state,
-            restart_state=(lambda: self._state) if self.plan.resubmissions else None,
+            restart_state=(lambda: self._state) if plan.resubmissions or plan.deals else None,
             now=self.clock,
         )
         while not self._finished:
@@ -222,12 +223,16 @@ class Worker:
         if client.resumes:
             kept = client.resume(replica)
             state = Position(**json.loads(kept)) if kept else position
+            if position == client.since:  # one rank's, for all
+                state = position
             assert position in (state, state.next_epoch()), f"{position} was kept with {state}"
         epoch_ended = client.epoch_ended
         while True:
             self._validate(client, position.epoch - 1, epoch_ended=epoch_ended)
             if position.epoch > plan.epochs:
                 break
+            if client.asks_leave:
+                client.epoch_losses(position.epoch - 1)
             if plan.gathers:
                 gathered = client.gather({"rank": self.rank})
                 assert [each["rank"] for each in gathered] == list(range(len(gathered)))
@@ -241,7 +246,8 @@ class Worker:
         self, client: AveragerClient, replica: list[torch.Tensor], position: Position
     ) -> tuple[Position, bool]:
         """Train the next window; if none is left, say so with one that weighs nothing."""
-        windows, done = self.plan.windows[self.rank], position.step_of_epoch
+        windows = self.plan.windows_in(position.epoch)[self.rank]
+        done = position.step_of_epoch
         trains = done < windows
         done += trains
         window = WindowReport(
@@ -271,6 +277,6 @@ class Worker:
             told = {"rank": self.rank, "epoch": ended, "examples": 1, "weight": 1.0}
             client.report_validation(ValidationReport(**told, loss_sum=ended + self.rank))
         if ended < self.plan.epochs:
-            mean = (len(self.plan.windows) - 1) / 2
-            losses = client.epoch_losses(ended)
-            assert list(losses) == [epoch + mean for epoch in range(1, ended + 1)]
+            losses, epochs = client.epoch_losses(ended), range(1, ended + 1)
+            means = [(len(self.plan.windows_in(epoch)) - 1) / 2 for epoch in epochs]
+            assert list(losses) == [sum(each) for each in zip(epochs, means, strict=True)]
