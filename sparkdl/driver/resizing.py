@@ -93,12 +93,16 @@ class Resize:
             kept[0] = WorkerState()
             for block in piece.blocks(IN_MEMORY_BYTES):
                 kept[0].add(block)
-        restart = Restart(progress=progress, kept=kept).resized(world_size)
-        # Its last epoch may not have been validated.
-        return replace(snapshot, restart=replace(restart, validated=False), resumed=None)
+        restart = Restart(progress=progress, kept=kept)
+        return replace(snapshot, restart=restart).resized(world_size)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether another averager is to go on."""
+        return self._next is not None
 
     def begin(self, averager: Averager) -> None:
-        """Keep the start of the epoch that an averager is about to serve."""
+        """Keep the start of the epoch that an averager is about to serve, unless that is known."""
         self._away, self._given = {}, set()
         self._keep(averager.snapshot())
 
@@ -108,15 +112,16 @@ class Resize:
         return found
 
     def epoch_ended(self, averager: Averager, epoch: int) -> str | None:
-        """Decide at the end of an epoch; returns why the averager has to end, if it has."""
+        """Decide once an epoch's loss is known; returns why the averager has to end, if it has."""
         if epoch >= self._epochs:
             return None
-        before = averager.world_size
-        after = min(self._most, before + self._slots.free)
-        if after <= before:
-            self._keep(averager.snapshot())
-            return None
-        return self._change(averager, averager.snapshot(), after)
+        snapshot, before = averager.snapshot(), averager.world_size
+        snapshot = replace(snapshot, restart=replace(snapshot.restart, validated=True))
+        after = min(self._most, len(averager.there) + self._slots.free)
+        if after > before:
+            return self._change(averager, snapshot, after)
+        self._keep(snapshot)
+        return None
 
     def look(self, averager: Averager) -> str | None:
         """Decide at any other time; returns why the averager has to end, if it has."""
@@ -141,9 +146,8 @@ class Resize:
     def _keep(self, snapshot: Snapshot) -> None:
         progress = snapshot.restart.progress
         assert progress is not None
-        whole = not progress.rounds
-        restart = replace(snapshot.restart, validated=True)
-        self._begun = replace(snapshot, restart=restart).copied() if whole else None
+        if not progress.rounds:
+            self._begun = snapshot.copied()
 
     def _change(self, averager: Averager, snapshot: Snapshot, after: int) -> str:
         self.losses += len(averager.losses)

@@ -216,6 +216,8 @@ class Serving:
                 # Workers wait for an answer, and the launch waits for them to leave.
                 averager.fail(error)
                 raise
+        if self.resize is not None and self.resize.is_due and averager.told_to_end is not None:
+            raise averager.told_to_end
 
     def tell(self, event: Event) -> None:
         """Pass an event on to callbacks and ``on_event``."""

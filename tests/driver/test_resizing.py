@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,14 +27,19 @@ from virtual_time import VirtualClock
 from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
+from sparkdl.averager.coordination.run_state import Restart
 from sparkdl.averager.messages.run_events import Progress
+from sparkdl.averager.service.server import Snapshot
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, serving
+from sparkdl.driver.resizing import Resize
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ElasticAveraging, OuterOptimizer, ParameterAveraging
+from sparkdl.testing import batches_of
 from sparkdl.testing.world import _places, _processes, _threads, _train_in_thread
 from sparkdl.worker import Job
 
@@ -162,6 +169,56 @@ def test_a_checkpoint_of_an_epochs_end_is_continued_as_if_workers_had_been_added
     resumed = trained(job, tmp_path, [], start=4, checkpoints=saved)
     assert [row.workers for row in resumed.history] == [2, 4, 4]
     assert same_bits(resumed, whole)
+
+
+def with_held_out_rows(job: Job, directory: Path) -> tuple[Job, Any]:
+    """Every third row is held out; and what starts as many workers as an averager has."""
+    held = np.arange(ROWS) % 3 == 0
+    job = replace(job, schema=replace(job.schema, validation=ColumnSpec("held", torch.bool)))
+
+    def launch(averager: Averager) -> Any:
+        bounds = np.cumsum([0, *dealt(averager.world_size).sizes])
+        shards = [
+            batches_of(
+                10,
+                features=DATA.features[start:stop],
+                label=DATA.targets[start:stop],
+                held=held[start:stop],
+            )
+            for start, stop in itertools.pairwise(bounds)
+        ]
+        return _threads(job, shards, directory)(averager)
+
+    return job, launch
+
+
+def test_held_out_rows_are_validated_with_once_an_epoch_and_schedules_follow_them(
+    tmp_path: Path,
+) -> None:
+    halving = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
+    plain = make_job(mlp(), epochs=4, max_workers=8, scheduler=halving)
+    job, launch = with_held_out_rows(plain, tmp_path)
+    notes = Notes()
+    outcome = run(job, 2, launch, slots=Free([2, 0, 1]), callbacks=[notes])
+    assert [row.workers for row in outcome.history] == [2, 4, 4, 5]
+    assert [row.validation_examples for row in outcome.history] == [ROWS // 3] * 4
+    assert [each for each in notes.told if each[0] == "epoch"] == [
+        ("epoch", n + 1) for n in range(4)
+    ]
+    held = np.arange(ROWS) % 3 == 0
+    with torch.no_grad():
+        outputs = outcome.module(torch.from_numpy(DATA.features[held]))
+        loss = nn.functional.cross_entropy(outputs, torch.from_numpy(DATA.targets[held]))
+    assert outcome.history[-1].validation_loss == pytest.approx(loss.item())
+
+    saved = policy(tmp_path / "checkpoints", every_epochs=1)
+    short, launch_short = with_held_out_rows(replace(plain, epochs=1), tmp_path)
+    run(short, 2, launch_short, slots=Free([]), checkpoints=saved)
+    # The first epoch is validated again, and decided on.
+    resumed = run(job, 4, launch, slots=Free([0, 0, 1]), checkpoints=saved)
+    for mine, whole in zip(resumed.history, outcome.history, strict=True):
+        assert mine.validation_loss == pytest.approx(whole.validation_loss)
+        assert mine.workers == whole.workers
 
 
 class DiesInTheMiddle(Callback):
@@ -304,6 +361,73 @@ def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
                 nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
                 optimizer.step()
     assert relative_error(outcome.module, expected) < 1e-6
+
+
+@dataclass
+class Served:
+    """What a ``Resize`` asks of an averager."""
+
+    world_size: int
+    there: set[int]
+    at: float = 0.0
+    losses: Sequence[str] = ()
+
+    def now(self) -> float:
+        return self.at
+
+    def snapshot(self) -> Snapshot:
+        progress = replace(Progress.start(self.world_size), epoch=2)
+        return Snapshot(center=[torch.zeros(2)], restart=Restart(progress=progress))
+
+
+def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it() -> None:
+    job, slots = make_job(mlp(), epochs=9, min_workers=2, max_workers=5), Free([1] * 9)
+    resize, served = Resize(job, slots), Served(3, {0, 1, 2})
+    averager: Any = served
+    resize.begin(averager)
+    for at, there, given, due in [
+        (0.0, {0, 1, 2}, 0, False),
+        (10.0, {0, 2}, 0, False),
+        (14.0, {0, 2}, 0, False),
+        (15.0, {0, 2}, 1, False),
+        (60.0, {0, 2}, 1, False),  # one slot is enough
+        (61.0, {0, 1, 2}, 1, False),
+        (62.0, {0}, 1, False),
+        (67.0, {0}, 3, False),
+        (300.0, {0}, 3, False),  # fewer than are allowed
+        (301.0, {0, 2}, 3, True),
+    ]:
+        served.at, served.there = at, there
+        reason = resize.look(averager)
+        assert (slots.given, reason is not None) == (given, due), at
+    assert reason == "3 workers become 2"
+    snapshot = resize.take()
+    assert snapshot is not None
+    assert snapshot.restart.progress is not None
+    assert len(snapshot.restart.progress.positions) == 2
+    assert resize.take() is None
+
+
+def test_those_who_are_away_at_the_end_of_an_epoch_are_not_counted() -> None:
+    job = make_job(mlp(), epochs=9, max_workers=5)
+    resize, served = Resize(job, Free([1, 2])), Served(3, {0, 2})
+    averager: Any = served
+    resize.begin(averager)
+    assert resize.epoch_ended(averager, 2) is None
+    assert resize.epoch_ended(averager, 3) == "3 workers become 4"
+
+
+def test_sigterm_as_the_number_changes_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    class Terminates(Callback):
+        def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+            if summary.epoch == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    job, path = make_job(mlp(), epochs=500), tmp_path / "checkpoints"
+    with pytest.raises(SystemExit):
+        trained(job, tmp_path, [0, 1], checkpoints=policy(path), callbacks=[Terminates()])
+    resumed = trained(replace(job, epochs=4), tmp_path, [], checkpoints=policy(path))
+    assert [row.examples for row in resumed.history] == [ROWS] * 4
 
 
 @contextmanager

@@ -88,6 +88,7 @@ class Coordinator(RunState):
             progress=self.committed.progress(),
             saved=self.checkpoints.has_last_commit,
             kept=dict(self.committed.kept),
+            validated=not self.committed.at_end_of_epoch,
         )
 
     @property

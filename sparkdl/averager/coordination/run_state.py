@@ -183,17 +183,13 @@ class Restart:
     validated: bool = False
 
     def resized(self, world_size: int) -> Restart:
-        """The same for another number of workers, each with a copy of what one rank kept.
-
-        They begin an epoch, and the loss of the previous one is known.
-        """
+        """The same for another number of workers, each with a copy of what one rank kept."""
         assert self.progress is not None
         kept = [self.kept[rank].copies(world_size) for rank in sorted(self.kept)[:1]]
         return replace(
             self,
             progress=self.progress.resized(world_size),
             kept=dict(enumerate(kept[0])) if kept else {},
-            validated=True,
         )
 
 

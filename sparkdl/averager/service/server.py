@@ -196,6 +196,11 @@ class Averager(Service):
         )
 
     @property
+    def told_to_end(self) -> SparkDLError | None:
+        """Why the run has to end once a commit has become a checkpoint; None if it has not."""
+        return self.coordinator.checkpoints.told_to_end
+
+    @property
     def losses(self) -> list[str]:
         """Which workers have been lost so far, and why."""
         with self.lock:

@@ -11,6 +11,7 @@ from functools import partial
 from pyspark.sql import Row
 from typing_extensions import Self
 
+from sparkdl.arguments import counted
 from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Launch
 from sparkdl.errors import (
@@ -73,7 +74,9 @@ def launch(workers: Workers, job: Job, spares: SpareTasks | None = None) -> Laun
     def start(averager: Averager) -> Iterator[None]:
         number, mine = averager.world_size, workers
         if number != workers.num_workers:
-            mine = replace(workers, num_workers=number)
+            before, now = (f" on {counted(n, 'worker')}" for n in (workers.num_workers, number))
+            told = workers.description.replace(before, now, 1)
+            mine = replace(workers, num_workers=number, description=told)
         running = WorkerJob(
             mine,
             payload,

@@ -23,14 +23,16 @@ from typing import Any
 
 import pyarrow as pa
 
+from sparkdl.averager.messages.headers import quoted
 from sparkdl.averager.service.server import Averager
-from sparkdl.errors import SparkDLError, StoppedError
+from sparkdl.errors import SparkDLError, StoppedError, TrainingError
 from sparkdl.spark.catalyst.versions import on_tasks
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.launch.environments import task_of
 from sparkdl.spark.launch.worker_rows import Workers
 from sparkdl.transport.channel import HEADER, Channel, Conversation, LeftError
 from sparkdl.transport.connecting import ServiceAddress
+from sparkdl.transport.service import Service
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class SpareTasks:
                     shortened(str(error), TRACEBACK_CHARACTERS),
                 )
 
-        averager.handlers["spare"] = partial(_Waiting, self._waiting)
+        averager.handlers["spare"] = partial(_Waiting, self._waiting, averager)
         self._averager = averager
         jobs.start(run, failed)
         try:
@@ -117,14 +119,14 @@ class SpareTasks:
 class _Waiting:
     """One task that waits, at its connection; see ``service.Session``."""
 
-    def __init__(self, waiting: list[_Waiting], channel: Channel) -> None:
-        self.channel, self._all = channel, waiting
+    def __init__(self, waiting: list[_Waiting], service: Service, channel: Channel) -> None:
+        self.channel, self._service, self._all = channel, service, waiting
 
     def conversation(self, first: dict[str, Any]) -> Conversation:
-        """Count it from now on."""
+        """Count it from now on; it says nothing more."""
         self._all.append(self)
-        while True:
-            yield HEADER
+        said = yield HEADER
+        raise TrainingError(f"a task that waits for a worker sent {quoted(said)}")
 
     def note_heartbeat(self) -> None:
         """Heartbeats do nothing: it may be silent for hours."""
@@ -134,7 +136,8 @@ class _Waiting:
 
     def failed(self, error: SparkDLError) -> None:
         """Handle a message that no task sends."""
-        logger.warning("a task that waits for a worker sent something else: %s", error)
+        logger.warning("%s", error)
+        self._service.part(self.channel)
 
     def closed(self) -> None:
         """No longer count it."""

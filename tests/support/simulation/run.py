@@ -197,7 +197,7 @@ class Simulation:
             if averager.coordinator.stopped is not None:
                 found.deals += 1
                 self._windows = self.plan.windows_in(averager.coordinator.committed.epoch)
-                restart = restart.resized(len(self._windows))
+                restart = replace(restart, validated=True).resized(len(self._windows))
                 assert restart.progress is not None
                 self._positions = list(restart.progress.positions)
             elif isinstance(found.failure, WorkerLostError) and resubmissions:
