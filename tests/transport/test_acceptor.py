@@ -38,7 +38,7 @@ from sparkdl.transport.port import Port
 
 HOST, TOKEN = "127.0.0.1", "the job's secret"
 JOINS_S = 4.0
-"""Twice what docs/security.md says, of the time for which the port rests."""
+"""Virtual seconds in which somebody with the token gets in, whatever strangers do."""
 KINDS = ["tcp", "local", "encrypted"]
 HALF_A_TLS_HELLO = b"\x16\x03\x01\x02\x00\x01" + bytes(40)
 
