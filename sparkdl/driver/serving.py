@@ -305,7 +305,7 @@ class Serving:
                     )
             self._first = statistics
             return True
-        self.training.recording.shard_rows = statistics.shard_rows
+        self.training.recording.note_shards(statistics.shard_rows)
         resized = len(self._first.shard_rows) != len(statistics.shard_rows)
         known, present = self._first.lasting(resized=resized), statistics.lasting(resized=resized)
         if repr(known) != repr(present):

@@ -107,7 +107,7 @@ class Recording:
         epochs_before: how many of them were trained before.
         started_at: when the recording began, in seconds since 1970.
         hosts: by rank; empty until the worker has been heard from.
-        shard_rows: each worker's rows as it read them.
+        shard_rows: each worker's rows as it last read them, by rank.
         held_out_rows: of all workers.
         seconds: by rank and phase, shape (world_size, len(PHASES)).
         before_training: those that passed before a worker's first step.
@@ -204,6 +204,10 @@ class Recording:
         lanes = math.ceil(world_size / self.ranks_a_lane) - self.lanes.sums.shape[1]
         self.lanes.sums = np.pad(self.lanes.sums, ((0, 0), (0, lanes), (0, 0)))
 
+    def note_shards(self, rows: Sequence[int]) -> None:
+        """Note the rows that each worker has read; those that have left read none."""
+        self.shard_rows = (*rows, *(0,) * (self.world_size - len(rows)))
+
     def note(self, event: RunEvent) -> None:
         """Record something that has happened."""
         match event:
@@ -221,7 +225,8 @@ class Recording:
                 if self.history and self.history[-1].epoch == summary.epoch:
                     self.history[-1] = summary
             case DataStatistics():
-                self.shard_rows, self.held_out_rows = event.shard_rows, event.held_out
+                self.held_out_rows = event.held_out
+                self.note_shards(event.shard_rows)
             case WorkerLost(rank, why):
                 self._note_failure(rank, why)
             case WorkersRestarted(why):

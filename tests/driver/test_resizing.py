@@ -38,6 +38,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
+from sparkdl.report import TrainingSummary
 from sparkdl.strategies import ElasticAveraging, OuterOptimizer, ParameterAveraging
 from sparkdl.testing import batches_of
 from sparkdl.testing.world import _places, _processes, _threads, _train_in_thread
@@ -347,6 +348,9 @@ def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
 
     outcome = run(job, 3, launch, slots=slots, now=clock)
     assert seen == [3, 2]
+    summary = TrainingSummary(outcome.recording)
+    assert summary.workers["rows"].tolist() == [24, 24, 0]
+    summary.save_report(str(tmp_path / "report.html"))
     assert [row.workers for row in outcome.history] == [3, 2, 2]
     assert [row.examples for row in outcome.history] == [ROWS] * 3
 

@@ -305,6 +305,8 @@ class RowChecks:
         feed, most = plan.job.feed, max(statistics.shard_rows)
         if any(map(feed.reshuffles, range(1, plan.job.epochs + 1))):
             most = math.ceil(statistics.rows / len(statistics.shard_rows))
+        if plan.job.max_workers is not None:
+            most = min(most, math.ceil(statistics.rows / plan.job.max_workers))
         if feed.drop_last and most < batch_size:
             raise DataError(
                 f"dropLast leaves nothing: the workers have at most {counted(most, 'row')}, but a "
