@@ -198,12 +198,16 @@ def run(
             fragments=job.strategy.fragments,
         )
 
+        def workers_of(snapshot: Snapshot) -> int:
+            progress = snapshot.restart.progress
+            return world_size if progress is None else len(progress.positions)
+
         def open_averager(snapshot: Snapshot) -> Averager:
-            progress, lost = snapshot.restart.progress, 0 if resize is None else resize.losses
+            lost = 0 if resize is None else resize.losses
             own = replace(
                 spec,
                 policy=job.strategy.round_policy,
-                world_size=world_size if progress is None else len(progress.positions),
+                world_size=workers_of(snapshot),
                 tolerance=Tolerance(job.survivable_losses - lost, job.min_workers),
             )
             return Averager(own, center_spec, snapshot, replace(options.edge, tls=job.tls))
@@ -217,11 +221,11 @@ def run(
         )
         if resize is not None and resumed is not None:
             first = resize.resumed(first, resumed, world_size)
-        averager = open_averager(first)
-        recording = Recording(averager.world_size, most=job.max_workers or 0)
+        recording = Recording(workers_of(first), most=job.max_workers or 0)
         recording.setup = setup_of(job, replica, layout, observers.settings)
         training = training_of(job, recording, progress, kept_model, plan, measuring)
         serve = Serving(job, observers, training, resumed, measuring, resize)
+        averager = open_averager(first)
         losses: list[str] = []
         try:
             while True:
