@@ -231,6 +231,7 @@ CHANGES: dict[str, Any] = {
     "labelCols": ["label", "second"],
     "loss": nn.NLLLoss(),
     "maxFailures": 1,
+    "maxWorkers": 3,
     "metrics": {"a": METRICS["a"]},
     "minWorkers": 2,
     "model": nn.Linear(WIDTH, 3),
