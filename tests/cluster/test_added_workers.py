@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from frames import descended, estimator, frame, labels_of
-from hosts import Cluster, Hosts, reason_not_to
+from hosts import Cluster, Host, Hosts, reason_not_to
 from models import DiesOnce, RowIds, row_ids
 from pyspark.sql import SparkSession
 from test_preemption import wait_until
@@ -139,19 +139,67 @@ def test_asynchronous_workers_are_added_too(
 
 
 reason = reason_not_to()
-CONF = {
-    "spark.dynamicAllocation.enabled": "true",
-    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
-    "spark.dynamicAllocation.minExecutors": "1",
-    "spark.dynamicAllocation.maxExecutors": "4",
-    "spark.executor.instances": "2",
-    "spark.executor.memory": "512m",
-}
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(500)
-@pytest.mark.skipif(reason is not None, reason=str(reason))
+def on_hosts(test: Any) -> Any:
+    """At night, where hosts can be made of this machine."""
+    skips = pytest.mark.skipif(reason is not None, reason=str(reason))
+    return skips(pytest.mark.nightly(pytest.mark.timeout(500)(test)))
+
+
+def on_demand(first: int, most: int) -> dict[str, str]:
+    """Settings of dynamic allocation."""
+    return {
+        "spark.dynamicAllocation.enabled": "true",
+        "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+        "spark.dynamicAllocation.minExecutors": "1",
+        "spark.dynamicAllocation.maxExecutors": str(most),
+        "spark.executor.instances": str(first),
+        "spark.executor.memory": "512m",
+    }
+
+
+def runs_a_task(host: Host) -> bool:
+    lines = [Path(f"/proc/{pid}/cmdline") for pid in host.pids()]
+    return any("pyspark" in path.read_text() for path in lines if path.exists())
+
+
+@on_hosts
+def test_executors_that_come_later_join_the_fit_and_no_row_is_lost(tmp_path: Path) -> None:
+    """Before its first round or later; the number of workers does not change."""
+    output, checkpoints = tmp_path / "result.json", tmp_path / "checkpoints"
+    rows, epochs = 120, 12
+    with Hosts(2, tmp_path) as hosts, Cluster(hosts) as cluster:
+        first, late = hosts.hosts
+        late.crash()
+        driver = cluster.driver(
+            Path(__file__).parent / "train_on_hosts.py",
+            str(output),
+            f"epochs={epochs}",
+            f"rows={rows}",
+            "numWorkers=2",
+            "batchSize=5",
+            "sleep=0.1",
+            "timeout=120.0",
+            f"checkpointPath={json.dumps(str(checkpoints))}",
+            conf=on_demand(1, 2),
+            log=tmp_path / "driver.log",
+        )
+        try:
+            wait_until(lambda: runs_a_task(first), driver)
+            assert not list(checkpoints.glob("checkpoint-*"))  # it waits for the other
+            cluster.boot(late)
+            wait_until(lambda: list(checkpoints.glob("checkpoint-000002*")), driver)
+            late.crash()
+            cluster.boot(late)
+            assert driver.wait(200) == 0
+        finally:
+            driver.kill()
+    result = json.loads(output.read_text())
+    assert result.get("examples") == [rows] * epochs, result
+
+
+@on_hosts
 def test_hosts_that_come_and_go_add_workers_and_take_them_along(tmp_path: Path) -> None:
     """Two hosts, then four, then three; executors start on demand."""
     output, noted, rows = tmp_path / "result.json", tmp_path / "noted", 240
@@ -176,7 +224,7 @@ def test_hosts_that_come_and_go_add_workers_and_take_them_along(tmp_path: Path) 
             "sleep=0.1",
             "timeout=300.0",
             f"noted={json.dumps(str(noted))}",
-            conf=CONF,
+            conf=on_demand(2, 4),
             log=tmp_path / "driver.log",
         )
         try:
