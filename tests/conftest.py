@@ -162,6 +162,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             "spark.sql.shuffle.partitions": "3",
             "spark.sql.warehouse.dir": str(directory / "warehouse"),
             "spark.ui.enabled": "false",
+            # As in sessions that others create, where functions may get columns of files.
+            "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled": "true",
             # What fails would fail again, each time in a new Python process; a test kills one.
             "spark.task.maxFailures": "2",
         },

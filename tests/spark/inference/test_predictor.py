@@ -35,6 +35,7 @@ from sparkdl.spark.inference.predictor import (
     Running,
     Score,
 )
+from sparkdl.spark.session.session import DEFAULTS
 
 
 class Silent(BaseException):
@@ -394,6 +395,17 @@ def test_without_a_limit_of_rows_predictions_end(spark: SparkSession, tmp_path: 
             assert len(added.select("prediction").collect()) == 90
     with configured(spark, {RECORDS: "-1", COLUMNAR: "false"}):
         assert rows.select(model.udf()("features")).count() == 90
+
+
+def test_columns_of_files_become_rows_in_compiled_code_in_a_session_of_create_session(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    made = spark.range(0, 90, 1, 2).selectExpr("array(cast(id as float)) features")
+    rows = in_files(made, tmp_path / "table")
+    model = TorchModel.from_module(nn.Linear(1, 1), torch.zeros(1, 1))
+    with configured(spark, {COLUMNAR: DEFAULTS[COLUMNAR]}):
+        plan = model.transform(rows)._jdf.queryExecution().executedPlan().toString()
+    assert "ColumnarToRow" in plan.split("ArrowEvalPython")[1]
 
 
 @pytest.mark.nightly
