@@ -73,9 +73,9 @@ def judged(snapshots: Path, called: float, data: Path) -> Curve:
     return curve
 
 
-def crossing(curve: Sequence[tuple[float, float]], wanted: float) -> float | None:
-    """Returns the seconds to the first snapshot with at least that accuracy; None if none has."""
-    return next((seconds for seconds, accuracy in curve if accuracy >= wanted), None)
+def seconds_to(curve: Sequence[tuple[float, float]], wanted: float) -> float:
+    """Returns the seconds to the first snapshot that accurate; infinity if none is."""
+    return next((seconds for seconds, accuracy in curve if accuracy >= wanted), math.inf)
 
 
 def fits(fit: Fit, data: Path, plan: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,12 +103,6 @@ def fits(fit: Fit, data: Path, plan: Sequence[dict[str, Any]]) -> list[dict[str,
             raise RuntimeError(f"{len(curve)} snapshots of {settings['epochs']} epochs")
         measured.append({"seconds": round(seconds, 3), "curve": curve})
     return measured
-
-
-def seconds_to(curve: Sequence[tuple[float, float]], wanted: float) -> float:
-    """Returns the seconds to the accuracy, infinite if it is never reached."""
-    seconds = crossing(curve, wanted)
-    return math.inf if seconds is None else seconds
 
 
 def draw(runs: Mapping[str, Sequence[Any]], wanted: float, path: Path) -> None:
@@ -154,13 +148,13 @@ def _panel(axes: Any, title: str, fits: Mapping[str, Sequence[Any]], wanted: flo
         _, colour, stroke = LOOKS[name]
         ranked = sorted(curves, key=lambda curve: seconds_to(curve, wanted))
         middle = ranked[(len(ranked) - 1) // 2]
-        there = crossing(middle, wanted)
+        there = seconds_to(middle, wanted)
         order[name] = statistics.median(seconds_to(curve, wanted) for curve in curves)
         for curve in curves:
             width, opacity = (2.2, 1.0) if curve is middle else (0.9, 0.3)
             seconds, accuracies = zip(*curve, strict=True)
             axes.plot(seconds, accuracies, stroke, color=colour, linewidth=width, alpha=opacity)
-        if there is not None:
+        if math.isfinite(there):
             axes.plot(there, dict(middle)[there], "o", color=colour, markersize=6.5)
     axes.axhline(wanted, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
     axes.set_xscale("log")

@@ -5,15 +5,22 @@ blurred by noise until there are 8,000 to train on and 2,000 to test with. No te
 original with a training image. Written once as Parquet, so that all read the same.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import nn
+
+if TYPE_CHECKING:  # the environments of peers have no sparkdl
+    from sparkdl.strategies import Strategy
+    from sparkdl.worker import Job
 
 BATCH_SIZE = 64
 EPOCHS = 5
@@ -54,6 +61,31 @@ def build_cnn() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
+
+
+def job(strategy: Strategy[Any], *, width: int = PIXELS, **settings: Any) -> Job:
+    """Returns a training without Spark, of the MLP and on rows of the task by default.
+
+    Args:
+        strategy: how replicas agree.
+        width: of the column ``features``.
+        settings: of ``Job``, where they are to differ.
+    """
+    from sparkdl.feed.columns.schema import FeedSchema
+    from sparkdl.protocols import ColumnSpec
+    from sparkdl.worker import Job
+
+    features = ColumnSpec("features", torch.float32, (width,))
+    usual: dict[str, Any] = {
+        "model": build_mlp,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": make_optimizer,
+        "schema": FeedSchema((features,), ColumnSpec("label", torch.int64)),
+        "batch_size": BATCH_SIZE,
+        "seed": 7,
+        "deadline_s": 300.0,
+    }
+    return Job(strategy=strategy, **(usual | settings))
 
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {"mlp": build_mlp, "cnn": build_cnn}

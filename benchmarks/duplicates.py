@@ -9,110 +9,69 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from harness import Claim, arguments, child_environment, claim, report, session, show
+from harness import Claim
 from PIL import Image
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl import NearDuplicates, NearDuplicatesModel
+from sparkdl import NearDuplicates
 
 HASHES, COPIES = 1_000_000, 4
 THRESHOLD = 3
 SMALL, LARGE = 20_000, 200_000
 """Rows that are also compared pair by pair: each ten times takes Spark a hundred times as long."""
 CORES = 2
-DRIVER_MEMORY = "2g"
+CONF = {"spark.driver.memory": "2g", "spark.sql.shuffle.partitions": "8"}
 
 
-class PeakMemory:
-    """The most memory that this process and those below it have held, in MB, while it is open."""
-
-    def __enter__(self) -> PeakMemory:
-        self.peak, self._over = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        here = psutil.Process()
-        while not self._over.wait(0.2):
-            held = 0
-            for process in (here, *here.children(recursive=True)):
-                try:
-                    held += process.memory_full_info().pss
-                except psutil.Error:  # it is over
-                    continue
-            self.peak = max(self.peak, held / 1e6)
-
-
-def write_hashes(path: Path, rows: int, seed: int = 0) -> int:
-    """Write hashes of which every fourth is near an earlier one; returns how many are not."""
-    random = np.random.default_rng(seed)
-    originals = rows - rows // COPIES
-    words = random.integers(-(2**63), 2**63, originals, dtype=np.int64)
-    copies = words[random.integers(originals, size=rows // COPIES)]
+def write_hashes(path: Path, rows: int) -> None:
+    """Write hashes of which every fourth is near an earlier one."""
+    random = np.random.default_rng(0)
+    words = random.integers(-(2**63), 2**63, rows - rows // COPIES, dtype=np.int64)
+    copies = words[random.integers(len(words), size=rows // COPIES)]
     for _ in range(2):
         flipped = np.uint64(1) << random.integers(64, size=len(copies), dtype=np.uint64)
         copies = copies ^ flipped.view(np.int64)
     pq.write_table(pa.table({"id": np.arange(rows), "image": np.append(words, copies)}), path)
-    return originals
 
 
-def search(rows: DataFrame) -> tuple[float, NearDuplicatesModel]:
-    """Returns the seconds of a fit, and the model."""
+def search(rows: DataFrame) -> float:
+    """Returns the seconds of a fit."""
     start = time.perf_counter()
     model = NearDuplicates(hash="given", threshold=THRESHOLD, within=None).fit(rows)
-    return time.perf_counter() - start, model
+    seconds = time.perf_counter() - start
+    model.unpersist()
+    return seconds
 
 
-def cross_join(rows: DataFrame) -> tuple[float, int]:
-    """Returns the seconds in which Spark compares all pairs, and how many are near."""
+def cross_join(rows: DataFrame) -> float:
+    """Returns the seconds in which Spark compares all pairs."""
     start = time.perf_counter()
-    first, second = rows.alias("a"), rows.alias("b")
-    near = first.crossJoin(second).where(
-        f"a.id < b.id and bit_count(a.image ^ b.image) <= {THRESHOLD}"
-    )
-    number = near.count()
-    return time.perf_counter() - start, number
+    near = f"a.id < b.id and bit_count(a.image ^ b.image) <= {THRESHOLD}"
+    rows.alias("a").crossJoin(rows.alias("b")).where(near).count()
+    return time.perf_counter() - start
 
 
-def against_pairs(spark: SparkSession, folder: Path, number: int, repeats: int) -> list[Claim]:
+def against_pairs(spark: SparkSession, folder: Path, number: int, repeats: int) -> Claim:
     """Search a table in turns with Spark's comparison of all its pairs."""
     path = folder / f"{number}.parquet"
     write_hashes(path, number)
     rows = spark.read.parquet(str(path))
-    search(rows)[1].unpersist()  # the first job of a session is slower
-    ours, theirs = [], []
-    for _ in range(repeats):
-        seconds, model = search(rows)
-        model.unpersist()
-        ours.append(seconds)
-        theirs.append(cross_join(rows)[0])
-    mine = show(f"{number:,} rows", ours, digits=2)
-    peer = show(f"{number:,} rows, crossJoin", theirs, digits=2)
-    return [
-        Claim(
-            name=f"crossJoin / ours, {number:,} rows",
-            ratio=peer / mine,
-            target=50,
-            at_least=True,
-            ours=mine,
-            peer=peer,
-        )
-    ]
+    search(rows)  # the first job of a session is slower
+    turns = {"ours": partial(search, rows), "crossJoin": partial(cross_join, rows)}
+    measured = harness.interleave(turns, repeats=repeats)
+    medians = harness.show_each(measured, f"{number:,} rows, {{}}", digits=2)
+    name = f"crossJoin / ours, {number:,} rows"
+    return harness.faster(name, medians["ours"], medians["crossJoin"], target=50)
 
 
 def digits(folder: Path, seed: int = 7) -> tuple[int, int]:
@@ -187,8 +146,6 @@ def headline(spark: SparkSession, folder: Path) -> tuple[dict[str, float], list[
         "rows": originals + copies,
         "copies_removed": removed,
         "originals_removed": lost,
-        "share_at_2": at_2.count() / (originals + copies),
-        "share_at_most": at_most.count() / (originals + copies),
         "threshold_at_most": few,
         "accuracy_all": everything,
         "accuracy_at_2": fewer,
@@ -211,46 +168,21 @@ def headline(spark: SparkSession, folder: Path) -> tuple[dict[str, float], list[
 
 
 def main() -> None:
-    chosen = arguments(__doc__, repeats=1)
+    chosen = harness.parse(harness.parser(__doc__), repeats=1)
     number = HASHES // 10 if chosen.quick else HASHES
-    os.environ.update(child_environment())
+    os.environ.update(harness.child_environment())
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        conf = {
-            "spark.driver.memory": DRIVER_MEMORY,
-            "spark.ui.enabled": "false",
-            "spark.local.dir": scratch,
-            "spark.sql.shuffle.partitions": "8",
-        }
-        spark = session(f"local[{CORES}]", conf)
-        spark.sparkContext.setLogLevel("ERROR")
-        distinct = write_hashes(folder / "many.parquet", number)
-        many = spark.read.parquet(str(folder / "many.parquet"))
-        claims = against_pairs(spark, folder, SMALL, chosen.repeats)
-        if not chosen.quick:
-            claims += against_pairs(spark, folder, LARGE, chosen.repeats)
-        with PeakMemory() as memory:
-            seconds, model = search(many)
-        kept = model.kept().count()
-        model.unpersist()
-        took = show(f"{number:,} hashes, threshold {THRESHOLD}", [seconds], digits=1)
+        spark = harness.session(f"local[{CORES}]", CONF | {"spark.local.dir": scratch})
+        sizes = (SMALL,) if chosen.quick else (SMALL, LARGE)
+        pairs = [against_pairs(spark, folder, size, chosen.repeats) for size in sizes]
+        write_hashes(folder / "many.parquet", number)
+        seconds = search(spark.read.parquet(str(folder / "many.parquet")))
         found, of_digits = headline(spark, folder)
         spark.stop()
-    report(
-        "duplicates",
-        [
-            claim(f"{number:,} hashes / 90 s", took, 90, target=1),
-            *claims,
-            *of_digits,
-        ],
-        {
-            "seconds": seconds,
-            "kept": kept,
-            "originals": distinct,
-            "peak_memory_mb": memory.peak,
-            **found,
-        },
-    )
+    took = harness.show(f"{number:,} hashes, threshold {THRESHOLD}", [seconds], digits=1)
+    many = harness.claim(f"{number:,} hashes / 90 s", took, 90, target=1)
+    harness.report("duplicates", [many, *pairs, *of_digits], found)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from pyspark.ml.torch.distributor import (
     SPARK_PARTITION_ARROW_DATA_FILE,
     _get_spark_partition_data_loader,
 )
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -59,27 +59,24 @@ from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column
 from sparkdl.spark.rows.packing import small_record_batches
+from sparkdl.testing import batches_of
 
 WORKERS = 2
 BATCH_SIZE = 256
 SEED = 7
 TABLES = {"200,000 x 784": (200_000, 784), "2,000,000 x 16": (2_000_000, 16)}
 CONF = {
-    "spark.executor.memory": "2048m",
-    "spark.ui.enabled": "false",
     "spark.executorEnv.OMP_NUM_THREADS": "1",
     "spark.sql.files.maxPartitionBytes": "4g",  # one partition per file
 }
 OVERHEAD_ROWS, OVERHEAD_WIDTH, STEPS = 50_000, 784, 150
-PETASTORM_ROWS = {"200,000 x 784": 200_000, "2,000,000 x 16": 400_000}
+PART = 400_000
+"""The most rows that others get, enough to measure their rate."""
 SPILLED_ROWS = 10_000
 """Rows of the record batches that Spark spills by default."""
-SPILLED_TABLE_ROWS = {"200,000 x 784": 200_000, "2,000,000 x 16": 200_000}
-"""The rows that the loader's later epochs get, enough to measure its rate."""
 LOADERS = {"pyspark's loader": 1, "pyspark's loader in the same process": 0}
 """The number of processes that load."""
 TARGETS = {"petastorm": (2.0, 10.0), **dict.fromkeys(LOADERS, (10.0, 10.0))}
-Rates = dict[str, tuple[float, float]]
 
 
 def main() -> None:
@@ -101,10 +98,10 @@ def epochs(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
         folder = Path(name)
         for table, (rows, width) in TABLES.items():
             write(folder / table, rows, width)
-        first_of = first_epochs(folder, chosen.repeats, {"count": count})
+        first_of = first_epochs(folder, chosen.repeats, {"count": partial(job, count_rows)})
         for table, (rows, width) in TABLES.items():
             tensors = in_memory(rows, width)
-            others = {
+            others: dict[str, Callable[[], Any]] = {
                 "x[permutation]": partial(indexed, *tensors),
                 "DataLoader": partial(loaded, *tensors),
                 "DataLoader with BatchSampler": partial(loaded_by_batch, *tensors),
@@ -132,22 +129,19 @@ def write(folder: Path, rows: int, width: int) -> None:
     folder.mkdir()
     generator = np.random.default_rng(SEED)
     for rank in range(WORKERS):
-        table = arrow_table(generator.random((rows // WORKERS, width), dtype=np.float32))
-        pq.write_table(
-            table, folder / f"{rank}.parquet", row_group_size=20_000, use_dictionary=False
-        )
+        values = generator.random((rows // WORKERS, width), dtype=np.float32)
+        path = folder / f"{rank}.parquet"
+        table = pa.Table.from_batches(record_batches(values))
+        pq.write_table(table, path, row_group_size=20_000, use_dictionary=False)
 
 
-def arrow_table(values: np.ndarray) -> pa.Table:
+def record_batches(values: np.ndarray) -> list[pa.RecordBatch]:
     """Values of shape (rows, width) as one array column, or as ``width`` columns if few."""
     rows, width = values.shape
-    label = np.arange(rows) % 10
+    columns = {"x": values}
     if width <= 16:
         columns = {f"x{k}": np.ascontiguousarray(values[:, k]) for k in range(width)}
-        return pa.table({**columns, "label": label})
-    offsets = np.arange(0, rows * width + 1, width, dtype=np.int32)
-    lists = pa.ListArray.from_arrays(offsets, values.reshape(-1))
-    return pa.table({"x": lists, "label": label})
+    return batches_of(10_000, **columns, label=np.arange(rows) % 10)
 
 
 def schema_of(names: Sequence[str], width: int) -> FeedSchema:
@@ -158,78 +152,99 @@ def schema_of(names: Sequence[str], width: int) -> FeedSchema:
 
 
 def first_epochs(
-    folder: Path, repeats: int, others: Mapping[str, Callable[[DataFrame], float]]
+    folder: Path, repeats: int, others: Mapping[str, Callable[[DataFrame], Any]]
 ) -> dict[str, dict[str, harness.Median]]:
     """Rows/s of ours and of other jobs on each table, medians, in turns in one warm session.
 
     Args:
         folder: where the tables are.
         repeats: measurements of each.
-        others: functions that run on a table's rows and return their seconds.
+        others: functions that run a ``job`` on a table's rows.
     """
-    os.environ.update(harness.child_environment())
-    spark = harness.session(f"local-cluster[{WORKERS},1,2048]", CONF)
-    spark.sparkContext.setLogLevel("OFF")
+    spark = quiet_session()
     result = {}
     for table, (rows, width) in TABLES.items():
         frame = spark.read.parquet(str(folder / table))
-        columns = tuple(input_column(frame, name, "featuresCols") for name in frame.columns)
-        workers = Workers(
-            frame=frame,
-            columns=columns,
-            num_workers=WORKERS,
-            shuffle="exchange",
-            device="cpu",
-            description="benchmark",
-            network=network_of(spark),
-        )
-        fed = worker_frame(workers)
-        schema = schema_of(frame.columns, width)
         turns = {name: partial(run, frame) for name, run in others.items()}
-        turns["ours"] = partial(fed_job, fed, partial(fill_and_pass, schema))
-        seconds = harness.interleave(turns, repeats=repeats, warmups=2)
-        result[table] = {
-            name: rate(rows, f"{table}, first epoch, {name}", values, digits=2)
-            for name, values in seconds.items()
-        }
+        task = partial(fill_and_pass, schema_of(frame.columns, width), BATCH_SIZE, 1)
+        turns["ours"] = partial(fed_job, task, as_fed(frame))
+        found = harness.interleave(turns, repeats=repeats, warmups=2)
+        seconds = {name: [each for each, _ in jobs] for name, jobs in found.items()}
+        result[table] = rates(rows, seconds, f"{table}, first epoch, {{}}")
     spark.stop()
     return result
 
 
-def job(frame: DataFrame, function: Callable[..., Iterator[pa.RecordBatch]]) -> float:
-    """Runs a job on every partition; returns its seconds."""
+def quiet_session() -> SparkSession:
+    """A session with a slot for each worker, which says nothing."""
+    os.environ.update(harness.child_environment())
+    spark = harness.session(conf=CONF)
+    spark.sparkContext.setLogLevel("OFF")
+    return spark
+
+
+def as_fed(frame: DataFrame) -> DataFrame:
+    """The rows as workers get them."""
+    return worker_frame(
+        Workers(
+            frame=frame,
+            columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
+            num_workers=WORKERS,
+            shuffle="exchange",
+            device="cpu",
+            description="benchmark",
+            network=network_of(frame.sparkSession),
+        )
+    )
+
+
+Task = Callable[..., Iterator[pa.RecordBatch]]
+"""What a job does with the record batches of a partition; yields one figure."""
+
+
+def job(task: Task, frame: DataFrame) -> tuple[float, list[float]]:
+    """Runs a job; returns its seconds and its tasks' figures."""
     started = time.perf_counter()
-    frame.mapInArrow(function, "rows bigint").collect()
-    return time.perf_counter() - started
+    rows = frame.mapInArrow(task, "figure double").collect()
+    return time.perf_counter() - started, [row["figure"] for row in rows]
 
 
-def count(frame: DataFrame) -> float:
-    """A job that only counts."""
-    return job(frame, count_rows)
-
-
-def fed_job(frame: DataFrame, function: Callable[..., Iterator[pa.RecordBatch]]) -> float:
+def fed_job(task: Task, frame: DataFrame) -> tuple[float, list[float]]:
     """Runs a job like ``job``, with record batches as workers get them."""
     with small_record_batches(frame.sparkSession):
-        return job(frame, function)
+        return job(task, frame)
+
+
+def figure(value: float) -> pa.RecordBatch:
+    """Returns what a task yields."""
+    return pa.record_batch([pa.array([float(value)])], names=["figure"])
 
 
 def count_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Counts what mapInArrow passes to Python."""
-    rows = sum(batch.num_rows for batch in batches)
-    yield pa.record_batch([pa.array([rows])], names=["rows"])
+    yield figure(sum(batch.num_rows for batch in batches))
 
 
 def fill_and_pass(
-    schema: FeedSchema, batches: Iterator[pa.RecordBatch]
+    schema: FeedSchema, batch_size: int, epochs: int, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Fills a store and takes every minibatch of the first epoch."""
+    """Fills a store and takes every minibatch of some epochs; yields the later ones' median."""
     torch.set_num_threads(1)
     directory = Path(tempfile.gettempdir())
-    with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=directory) as feed:
+    with Feed(schema, batch_size=batch_size, seed=SEED, rank=0, directory=directory) as feed:
         feed.fill(map(unpacked, batches))
-        rows = sum(batch.examples for batch in feed.epoch(1))
-    yield pa.record_batch([pa.array([rows])], names=["rows"])
+        seconds = [timed(feed.epoch(epoch)) for epoch in range(1, epochs + 1)]
+    yield figure(np.median(seconds[1:] or seconds))
+
+
+@contextmanager
+def filled(values: np.ndarray, folder: Path) -> Iterator[Feed]:
+    """A feed with these rows."""
+    batches = record_batches(values)
+    schema = schema_of(batches[0].schema.names, values.shape[1])
+    with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=folder) as feed:
+        feed.fill(batches)
+        yield feed
 
 
 def later_epochs(
@@ -249,26 +264,25 @@ def later_epochs(
         others: functions that return the minibatches of an epoch.
     """
     x, _ = in_memory(rows, width)
-    table = arrow_table(x.numpy())
-    schema = schema_of(table.column_names, width)
-    with Feed(schema, batch_size=BATCH_SIZE, seed=SEED, rank=0, directory=folder) as feed:
-        feed.fill(table.to_batches(max_chunksize=10_000))
+    with filled(x.numpy(), folder) as feed:
         epochs = iter(range(2, 1000))
         turns: dict[str, Callable[[], float]] = {
             "ours": lambda: timed(feed.epoch(next(epochs))),
             **{name: lambda start=start: timed(start()) for name, start in others.items()},
         }
         seconds = harness.interleave(turns, repeats=repeats, warmups=1)
-    return {
-        name: rate(rows, f"{rows} x {width}, later epochs, {name}", values, digits=3)
-        for name, values in seconds.items()
-    }
+    return rates(rows, seconds, f"{rows} x {width}, later epochs, {{}}")
 
 
-def rate(rows: int, name: str, seconds: Sequence[float], *, digits: int) -> harness.Median:
+def rates(
+    rows: int, seconds: Mapping[str, Sequence[float]], text: str
+) -> dict[str, harness.Median]:
     """Shows seconds; returns rows/s."""
-    harness.show(name, seconds, digits=digits)
-    return harness.Median([rows / each for each in seconds], "rows/s")
+    harness.show_each(seconds, text)
+    return {
+        name: harness.Median([rows / each for each in taken], "rows/s")
+        for name, taken in seconds.items()
+    }
 
 
 def in_memory(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,13 +330,8 @@ def overhead(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
         nn.Linear(512, 10),
     )
     replica = Replica(model, partial(torch.optim.SGD, lr=0.01), nn.CrossEntropyLoss())
-    table = arrow_table(torch.rand(OVERHEAD_ROWS, OVERHEAD_WIDTH).numpy())
-    schema = schema_of(table.column_names, OVERHEAD_WIDTH)
-    with (
-        tempfile.TemporaryDirectory() as name,
-        Feed(schema, batch_size=256, seed=7, rank=0, directory=Path(name)) as feed,
-    ):
-        feed.fill(table.to_batches(max_chunksize=10_000))
+    rows = torch.rand(OVERHEAD_ROWS, OVERHEAD_WIDTH).numpy()
+    with tempfile.TemporaryDirectory() as name, filled(rows, Path(name)) as feed:
         (constant,) = islice(feed.epoch(1), 1)
         epochs = iter(range(2, 1000))
         seconds = harness.interleave(
@@ -333,13 +342,9 @@ def overhead(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
             repeats=chosen.repeats,
             warmups=1,
         )
-    medians = {name: harness.show(f"step, {name}", taken) for name, taken in seconds.items()}
-    claim = harness.claim(
-        "step on the feed's minibatches / on a constant one",
-        medians["feed"],
-        medians["constant"],
-        target=1.03,
-    )
+    medians = harness.show_each(seconds, "step, {}")
+    name = "step on the feed's minibatches / on a constant one"
+    claim = harness.claim(name, medians["feed"], medians["constant"], target=1.03)
     return [claim], {"median_step_seconds": medians}
 
 
@@ -354,24 +359,25 @@ def step(replica: Replica, batches: Iterable[Batch]) -> float:
 def peers(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     """Measures first and later epochs of others."""
     python = harness.peer_python("petastorm")
-    rates: dict[str, Rates] = {}
+    found: dict[str, dict[str, tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for table, (rows, width) in TABLES.items():
             write(folder / table, rows, width)
-            write(folder / f"petastorm {width}", PETASTORM_ROWS[table], width)
-        jobs = {name: partial(loader_job, count) for name, count in LOADERS.items()}
+            write(folder / f"petastorm {width}", min(rows, PART), width)
+        jobs = {name: partial(loader_job, processes) for name, processes in LOADERS.items()}
         first = first_epochs(folder, chosen.repeats, jobs)
         for table, (rows, width) in TABLES.items():
-            part = SPILLED_TABLE_ROWS[table]
+            part = min(rows, PART)
             with spilled(folder / table, part) as make:
-                others = {name: partial(make, count) for name, count in LOADERS.items()}
+                others = {name: partial(make, processes) for name, processes in LOADERS.items()}
                 later = later_epochs(rows, width, folder, chosen.repeats, others)
-            for name in LOADERS:
-                later[name] *= part / rows
-            rates[table] = {name: (first[table][name], later[name]) for name in ("ours", *LOADERS)}
-            rates[table]["petastorm"] = petastorm(
-                python, folder / f"petastorm {width}", PETASTORM_ROWS[table], chosen.repeats
+            found[table] = {
+                name: (first[table][name], later[name] * (part / rows if name in LOADERS else 1))
+                for name in ("ours", *LOADERS)
+            }
+            found[table]["petastorm"] = petastorm(
+                python, folder / f"petastorm {width}", part, chosen.repeats
             )
     claims = [
         harness.claim(
@@ -381,11 +387,11 @@ def peers(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
             target=targets[index],
             at_least=True,
         )
-        for table, measured in rates.items()
+        for table, measured in found.items()
         for peer, targets in TARGETS.items()
         for index, what in enumerate(("first epoch", "later epochs"))
     ]
-    return claims, {"first_and_later_rows_per_second": rates}
+    return claims, {"first_and_later_rows_per_second": found}
 
 
 def petastorm(python: Path, folder: Path, rows: int, repeats: int) -> tuple[float, float]:
@@ -395,17 +401,13 @@ def petastorm(python: Path, folder: Path, rows: int, repeats: int) -> tuple[floa
         [python, script, *map(str, (folder, rows, BATCH_SIZE, repeats))],
         environment=harness.child_environment(python=python) | {"OMP_NUM_THREADS": "1"},
     )
-    first, later = (
-        rate(rows, f"petastorm, {folder.name}, {which}", seconds[which], digits=2)
-        for which in ("first", "later")
-    )
-    return first, later
+    told = rates(rows, seconds, f"{folder.name}, {{}}")
+    return told["first"], told["later"]
 
 
-def loader_job(processes: int, frame: DataFrame) -> float:
-    """Seconds of a job that spills each partition and passes over it once."""
-    task = partial(spill_and_load, frame.schema.json(), processes)
-    return job(frame, task)
+def loader_job(processes: int, frame: DataFrame) -> tuple[float, list[float]]:
+    """Runs a job that spills each partition and passes over it once."""
+    return job(partial(spill_and_load, frame.schema.json(), processes), frame)
 
 
 def spill_and_load(
@@ -425,7 +427,7 @@ def spill_and_load(
         file.flush()
         for _ in partition_loader(file.name, schema, rows, processes):
             pass
-    yield pa.record_batch([pa.array([rows])], names=["rows"])
+    yield figure(rows)
 
 
 @contextmanager

@@ -1,15 +1,21 @@
-"""A fit on rows as users have them: more partitions than workers, from files and after a join.
+"""Rows as users have them: ``fits`` on more partitions than workers; ``exchange`` if it is named.
 
-20,000,000 rows x 16 numbers and 200,000 rows x 784, in 16 Parquet files, with two workers on
-local-cluster[2,1,1536]; the same after a join that Spark shuffles. One epoch of a small model, in a
-fresh session for each measurement: seconds from the start of ``fit`` to the last worker's first
-step and to the end, and the peak memory of the larger executor's JVM. Compared with ``coalesce(2)``
-before the fit, after which the rows stay where they are read.
+``fits``: 20,000,000 rows x 16 numbers and 200,000 rows x 784, in 16 Parquet files, with two workers
+on local-cluster[2,1,1536]; the same after a join that Spark shuffles. One epoch of a small model,
+in a fresh session for each measurement: seconds of ``fit``, and the peak memory of the larger
+executor's JVM. Compared with ``coalesce(2)`` before the fit, after which the rows stay where they
+are read.
+
+``exchange``: of rows among four hosts on links of 1 Gbit/s, against the time that the bytes need.
+Every host is a network namespace (``linked_hosts``), and every worker a process on it, without
+Spark. With "even", each host has as many rows; with "one has all", three hosts begin with none. The
+bytes that have to move are those of the busiest direction of the busiest link. Needs root, and the
+programs of iproute2.
 """
 
+import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,25 +27,41 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pyspark.sql import SparkSession
+from linked_hosts import LinkedHosts, hear, tell
 from torch import Tensor, nn
+
+from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.process.torch_settings import keep_freed_memory
+from sparkdl.protocols import ColumnSpec
+from sparkdl.reshuffle import RowExchange, RowServer
+from sparkdl.reshuffle.exchange import Everyone
+from sparkdl.reshuffle.server import exchange_plan
 
 WORKERS = 2
 FILES = 16
 MASTER = f"local-cluster[{WORKERS},1,1536]"
 CONF = {
     "spark.executor.memory": "1536m",
-    "spark.ui.enabled": "false",
-    "spark.log.level": "ERROR",
     # The joined table is small, so Spark would broadcast it to all executors instead.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
 }
-FIRST_STEP, WHOLE, MEMORY = "first step", "first epoch", "JVM's memory"
-OF_COALESCE = {FIRST_STEP: 1.1, WHOLE: 1.1}
+WHOLE, MEMORY = "first epoch", "JVM's memory"
+OF_COALESCE = 1.1
 OURS, BY_HAND = "sparkdl", "coalesce by hand"
 UPSTREAMS = ("files", "join")
-EXECUTOR = b"org.apache.spark.executor.CoarseGrainedExecutorBackend"
-Runs = dict[str, list[dict[str, float]]]
+EXECUTOR = "org.apache.spark.executor.CoarseGrainedExecutorBackend"
+
+HOSTS = 4
+MBIT = 1000.0
+EXCHANGED_ROWS, EXCHANGED_WIDTH = 4_000_000, 64
+SPECS = (
+    ColumnSpec("features", torch.float32, (EXCHANGED_WIDTH,)),
+    ColumnSpec("label", torch.int64),
+)
+ROW_BYTES = 4 * EXCHANGED_WIDTH + 8
+SEED = 1
+OF_THE_LINK = 1.3
+DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -85,27 +107,32 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    """Measures and reports, or is one of the measurements."""
+    """Measures what is asked for, and reports."""
+    parts: dict[str, tuple[harness.Part, int, int]] = {
+        "fits": (fits, 3, 1),
+        "exchange": (exchange, 5, 1),
+    }
     options = harness.parser(__doc__)
-    options.add_argument("--part", type=float, default=1.0, help="of the rows, for development")
-    options.add_argument("--table", choices=TABLES, action="append", help="by default both")
-    options.add_argument("--upstream", choices=UPSTREAMS, action="append", help="by default both")
-    chosen = harness.parse(options, repeats=3, child=measure)
-    part = chosen.part * (0.1 if chosen.quick else 1.0)
+    harness.measure_parts("feed_files", options, parts, default=["fits"], child=measure)
+
+
+def fits(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
+    """Measures fits."""
     claims: list[harness.Claim] = []
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        for table in chosen.table or TABLES:
+        for table, kind in TABLES.items():
             folder = Path(name) / table
-            write(folder, table, int(TABLES[table].rows * part))
-            for upstream in chosen.upstream or UPSTREAMS:
-                turns: dict[str, Callable[[], dict[str, float]]] = {
-                    way: partial(in_a_session, folder, upstream, way) for way in (OURS, BY_HAND)
+            write(folder, table, kind.rows // 10 if chosen.quick else kind.rows)
+            for upstream in UPSTREAMS:
+                turns = {
+                    way: partial(harness.call_child, __file__, str(folder), upstream, way)
+                    for way in (OURS, BY_HAND)
                 }
                 runs = harness.interleave(turns, repeats=chosen.repeats)
                 found[f"{table}, {upstream}"] = runs
-                claims += compared(f"{table}, {upstream}", runs)
-    harness.report("feed_files", claims, {"part_of_rows": part, "runs": found})
+                claims.append(compared(f"{table}, {upstream}", runs))
+    return claims, found
 
 
 def write(folder: Path, table: str, rows: int) -> None:
@@ -127,16 +154,9 @@ def write(folder: Path, table: str, rows: int) -> None:
         pq.write_table(pa.table({"id": ids}), folder / "ids" / path, use_dictionary=False)
 
 
-def in_a_session(folder: Path, upstream: str, way: str) -> dict[str, float]:
-    """Measures one contender in a process of its own."""
-    measured: dict[str, float] = harness.call_child(__file__, str(folder), upstream, way)
-    print(f"  {folder.name}, {upstream}, {way}: {measured}", flush=True)
-    return measured
-
-
 def measure(given: str, upstream: str, way: str) -> dict[str, float]:
     """Fits one epoch in a fresh session; returns seconds, and MB of the larger executor's JVM."""
-    from sparkdl import ParameterAveraging, TorchEstimator
+    from sparkdl import ParameterAveraging
 
     folder = Path(given)
     table = TABLES[(folder / "table").read_text()]
@@ -147,71 +167,108 @@ def measure(given: str, upstream: str, way: str) -> dict[str, float]:
     settings: dict[str, Any] = {}
     if way == BY_HAND:
         rows, settings = rows.coalesce(WORKERS), {"shuffleRows": "none"}
-    with tempfile.TemporaryDirectory() as stamps:
-        estimator = TorchEstimator(
-            model=partial(Classifier, table.width),
-            loss=nn.CrossEntropyLoss(),
-            optimizer=partial(fit_session.StampedSGD, stamps=Path(stamps), lr=0.1),
-            strategy=ParameterAveraging(period=50),
-            featuresCols=table.features,
-            batchSize=table.batch,
-            numWorkers=WORKERS,
-            device="cpu",
-            progress=False,
-            **settings,
-        )
-        started = time.time()
-        history = estimator.fit(rows).history
-        seconds = time.time() - started
-        first_step = fit_session.first_step_of_all(Path(stamps)) - started
+    estimator = fit_session.estimator(
+        model=partial(Classifier, table.width),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        strategy=ParameterAveraging(period=50),
+        featuresCols=table.features,
+        batchSize=table.batch,
+        **settings,
+    )
+    started = time.time()
+    history = estimator.fit(rows).history
+    seconds = time.time() - started
     expected = sum(pq.ParquetFile(path).metadata.num_rows for path in folder.glob("rows/*"))
     assert [epoch.examples for epoch in history] == [expected]
-    found = {
-        FIRST_STEP: round(first_step, 2),
-        WHOLE: round(seconds, 2),
-        MEMORY: round(max(executors_peaks(spark)) / 1e6),
-    }
-    spark.stop()
-    return found
-
-
-def executors_peaks(spark: SparkSession) -> list[int]:
-    """Returns the peak resident memory of each executor's JVM, in bytes; Linux only."""
-    application = spark.sparkContext.applicationId.encode()
-    peaks = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().split(b"\0")
-            if EXECUTOR in command and application in command:
-                peaks.append(harness.status_bytes("VmHWM", int(process.name)))
-        except OSError:  # it has ended
-            continue
-    if len(peaks) != WORKERS:
-        raise RuntimeError(f"found {len(peaks)} executors of {WORKERS}")
-    return peaks
-
-
-def compared(what: str, runs: Runs) -> list[harness.Claim]:
-    """Prints the medians of one table's runs; returns the claims about them."""
-    units = {FIRST_STEP: "s", WHOLE: "s", MEMORY: "MB"}
-    medians = {
-        way: {
-            each: harness.show(
-                f"{what}, {way}, {each}", [run[each] for run in of_way], unit=unit, digits=1
-            )
-            for each, unit in units.items()
-        }
-        for way, of_way in runs.items()
-    }
-    return [
-        harness.claim(
-            f"{what}, {each}: sparkdl / {BY_HAND}",
-            medians[OURS][each],
-            medians[BY_HAND][each],
-            target=target,
-        )
-        for each, target in OF_COALESCE.items()
+    peaks = [
+        harness.status_bytes("VmHWM", each)
+        for each, process in harness.processes().items()
+        if EXECUTOR in process.command
     ]
+    spark.stop()
+    return {WHOLE: round(seconds, 2), MEMORY: round(max(peaks) / 1e6)}
+
+
+def compared(what: str, runs: dict[str, list[dict[str, float]]]) -> harness.Claim:
+    """Prints the medians of one table's runs; returns the claim about their seconds."""
+    memory, seconds = (
+        {way: [run[figure] for run in of_way] for way, of_way in runs.items()}
+        for figure in (MEMORY, WHOLE)
+    )
+    harness.show_each(memory, f"{what}, {{}}, {MEMORY}", unit="MB", digits=0)
+    medians = harness.show_each(seconds, f"{what}, {{}}, {WHOLE}", digits=1)
+    name = f"{what}, {WHOLE}: {OURS} / {BY_HAND}"
+    return harness.claim(name, medians[OURS], medians[BY_HAND], target=OF_COALESCE)
+
+
+def exchange(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
+    """Measures the exchange among hosts."""
+    rows = EXCHANGED_ROWS // 10 if chosen.quick else EXCHANGED_ROWS
+    loads = {"even": [rows // HOSTS] * HOSTS, "one has all": [rows, *[0] * (HOSTS - 1)]}
+    with tempfile.TemporaryDirectory() as name, LinkedHosts(HOSTS - 1, Path(name)) as linked:
+        linked.limit(MBIT)
+        turns = {load: partial(exchanged, linked, of_each) for load, of_each in loads.items()}
+        measured = harness.interleave(turns, repeats=chosen.repeats)
+    claims = [
+        harness.claim(
+            f"exchange / (bytes to move / link), {load}",
+            median,
+            bytes_to_move(loads[load]) * 8 / (MBIT * 1e6),
+            target=OF_THE_LINK,
+        )
+        for load, median in harness.show_each(measured, "exchange, {}").items()
+    ]
+    return claims, {"seconds": measured}
+
+
+def bytes_to_move(rows: list[int]) -> int:
+    """Bytes of the busiest direction of the busiest link."""
+    plan = exchange_plan(rows, len(rows), seed=SEED, epoch=1)
+    moving = plan - np.diag(np.diag(plan))
+    return int(max(moving.sum(axis=0).max(), moving.sum(axis=1).max())) * ROW_BYTES
+
+
+def exchanged(linked: LinkedHosts, rows: list[int]) -> float:
+    """Returns the seconds from the first worker's start of an exchange to the last one's end."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [
+            partial(take_part, rank, rows, address, Path(folder))
+            for rank, address in enumerate(linked.addresses)
+        ]
+        times = linked.call(parts, DEADLINE_S)
+    return float(max(end for _, end in times) - min(start for start, _ in times))
+
+
+def take_part(rank: int, rows: list[int], host: str, shared: Path) -> tuple[float, float]:
+    """One worker: says where it is, hears where all are, exchanges, and returns the times."""
+    keep_freed_memory()  # as every worker does
+    with tempfile.TemporaryDirectory() as folder, RowServer(host, "token", DEADLINE_S) as server:
+        store, received = (PartitionStore(Path(folder)) for _ in range(2))
+        for first in range(0, rows[rank], 10_000):
+            count = min(10_000, rows[rank] - first)
+            features = torch.rand(count, EXCHANGED_WIDTH)
+            store.append(SPECS, [features, torch.arange(first, first + count)])
+        tell(shared / f"server-{rank}", server.address)
+        addresses = [hear(shared / f"server-{each}") for each in range(HOSTS)]
+        everyone = Everyone([[part] for part in enumerate(rows)], addresses)
+        exchange = RowExchange(
+            rank=rank,
+            server=server,
+            token="token",
+            everyone=lambda: everyone,
+            specs=SPECS,
+            seed=SEED,
+            deadline_s=DEADLINE_S,
+        )
+        # Linux counts from the machine's start, which is the same on each of these hosts.
+        start = time.perf_counter()
+        exchange(store, None, received, 1)
+        end = time.perf_counter()
+        tell(shared / f"done-{rank}", None)
+        for each in range(HOSTS):  # a worker that ended early would leave others without its rows
+            hear(shared / f"done-{each}")
+        received.close()
+    return start, end
 
 
 if __name__ == "__main__":

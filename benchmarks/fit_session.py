@@ -10,14 +10,15 @@ accuracy on the test rows. No Spark job runs in a session before its first fit. 
 imports torch's compiler while Java starts: its time is part of the session's, not of the fit's.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import digits
 import harness
@@ -26,22 +27,13 @@ from peers import averaging_loop, ddp
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
-MASTER = f"local-cluster[{digits.WORKERS},1,2048]"
-CONF = {"spark.executor.memory": "2048m", "spark.ui.enabled": "false"}
+if TYPE_CHECKING:  # elephas' environment has no sparkdl
+    from sparkdl import TorchEstimator
+
 PERIOD = 5
 """Of ours, which is its default, and of a loop by hand; another loop has a round an epoch."""
 
 KINDS = ("plain", "created", "connect")
-
-
-def add_option(options: argparse.ArgumentParser, *, default: str) -> None:
-    """Adds ``--session``, which may be given more than once."""
-    options.add_argument(
-        "--session",
-        action="append",
-        choices=KINDS,
-        help=f"a kind of session for all contenders ({default} if left out)",
-    )
 
 
 class StampedSGD(torch.optim.SGD):
@@ -77,23 +69,13 @@ def first_step_of_all(stamps: Path) -> float:
     return max(steps.values())
 
 
-def connect_session(master: str = MASTER, conf: Mapping[str, str] = CONF) -> SparkSession:
-    """Returns one of Spark Connect, with the same settings, whose server this process starts."""
-    builder = SparkSession.builder.remote(master)
-    for key, value in conf.items():
-        builder = builder.config(key, value)
-    return builder.getOrCreate()
-
-
-def start_session(kind: str, conf: Mapping[str, str] = CONF) -> SparkSession:
+def start_session(kind: str, conf: Mapping[str, str] = harness.CONF) -> SparkSession:
     """Returns a session of a kind of ``KINDS``, with the same settings whatever it is."""
-    if kind == "connect":
-        return connect_session(conf=conf)
-    if kind == "plain":
-        return harness.session(MASTER, conf)
+    if kind != "created":
+        return harness.session(conf=conf, connect=kind == "connect")
     from sparkdl import create_session
 
-    return create_session("benchmark", master=MASTER, conf=conf)
+    return create_session("benchmark", master=harness.MASTER, conf={**harness.CONF, **conf})
 
 
 def read(spark: SparkSession, folder: Path) -> DataFrame:
@@ -101,38 +83,47 @@ def read(spark: SparkSession, folder: Path) -> DataFrame:
     return spark.read.schema("features array<float>, label long").parquet(str(folder / "train"))
 
 
+def estimator(**settings: Any) -> TorchEstimator:
+    """Returns one for the task by default, with settings where they are to differ."""
+    from sparkdl import TorchEstimator
+
+    usual: dict[str, Any] = {
+        "model": digits.build_mlp,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": digits.make_optimizer,
+        "batchSize": digits.BATCH_SIZE,
+        "numWorkers": digits.WORKERS,
+        "device": "cpu",
+        "progress": False,
+    }
+    return TorchEstimator(**(usual | settings))
+
+
 def fit_ours(
     strategy: str, spark: SparkSession, folder: Path, epochs: int, seed: int
 ) -> tuple[nn.Module, float | None]:
     """Fits a TorchEstimator on the Parquet files; returns the model and the first step's time."""
-    from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator
+    from sparkdl import GradientAllReduce, ParameterAveraging
 
     frame = read(spark, folder)
     with tempfile.TemporaryDirectory() as stamps:
-        estimator = TorchEstimator(
-            model=digits.build_mlp,
-            loss=nn.CrossEntropyLoss(),
+        model = estimator(
             optimizer=partial(StampedSGD, stamps=Path(stamps), **digits.make_optimizer.keywords),
             strategy=ParameterAveraging(PERIOD) if strategy == "averaging" else GradientAllReduce(),
             epochs=epochs,
-            batchSize=digits.BATCH_SIZE,
-            numWorkers=digits.WORKERS,
-            device="cpu",
             seed=seed,
-            progress=False,
-        )
-        model = estimator.fit(frame)
+        ).fit(frame)
         return model.module, first_step_of_all(Path(stamps))
 
 
-def distributed(folder: Path, epochs: int, **settings: Any) -> dict[str, Any]:
-    """Runs DDP with TorchDistributor; returns what its rank 0 does."""
+def distributed(function: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+    """Has TorchDistributor call a function; returns what its rank 0 does."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
-    result: dict[str, Any] | None = distributor.run(ddp.train, folder, epochs, **settings)
+    result = distributor.run(function, *given, **settings)
     if result is None:  # its way to say that a process failed
-        raise RuntimeError("TorchDistributor returned nothing: the training failed")
+        raise RuntimeError("TorchDistributor returned nothing: the function failed")
     return result
 
 
@@ -140,7 +131,7 @@ def fit_torch_distributor(
     spark: SparkSession, folder: Path, epochs: int, seed: int
 ) -> tuple[nn.Module, float | None]:
     """Runs DDP with TorchDistributor; returns the model and the first step's time."""
-    result = distributed(folder, epochs, seed=seed)
+    result = distributed(ddp.train, folder, epochs, seed=seed)
     model = digits.build_mlp()
     model.load_state_dict(
         {name: torch.from_numpy(value) for name, value in result["state"].items()}
@@ -165,25 +156,44 @@ CONTENDERS: dict[str, Fit] = {
 }
 
 
+def elephas(folder: Path, given: str, backend: str, **options: Any) -> dict[str, Any]:
+    """Returns what ``elephas_job.py`` prints, in its own environment; see there."""
+    python = harness.peer_python("elephas")
+    return harness.run_child(
+        [python, harness.FOLDER / "peers" / "elephas_job.py", folder, given],
+        environment=harness.child_environment(python) | {"KERAS_BACKEND": backend},
+        **options,
+    )
+
+
 def twice(contender: str, folder: str, kind: str, seed: int) -> dict[str, Any]:
     """Fits twice with one contender; returns what it measured."""
     started = time.time()
     spark = start_session(kind)
     session = time.time() - started
+    fit = partial(CONTENDERS[contender], spark, Path(folder), digits.EPOCHS)
+    fits = two_fits(fit, partial(digits.accuracy, folder=Path(folder)), seed)
+    spark.stop()
+    return {"session": round(session, 3), "fits": fits}
+
+
+def two_fits(
+    fit: Callable[[int], tuple[Any, float | None]], accuracy: Callable[[Any], float], seed: int
+) -> list[dict[str, Any]]:
+    """Fits twice, with a seed and the next one; returns what was measured."""
     fits = []
     for number in range(2):
         called = time.time()
-        model, first_step = CONTENDERS[contender](spark, Path(folder), digits.EPOCHS, seed + number)
+        model, first_step = fit(seed + number)
         seconds = time.time() - called
         fits.append(
             {
                 "seconds": round(seconds, 3),
                 "first_step": None if first_step is None else round(first_step - called, 3),
-                "accuracy": round(digits.accuracy(model, Path(folder)), 4),
+                "accuracy": round(accuracy(model), 4),
             }
         )
-    spark.stop()
-    return {"session": round(session, 3), "fits": fits}
+    return fits
 
 
 if __name__ == "__main__":

@@ -4,18 +4,16 @@
 then one fit with GradientAllReduce and a single rank, which takes the whole NCCL path. Rows are 3 x
 224 x 224 bytes each, copied to the GPU from pinned memory by the feed's own thread.
 
-``rounds``: rounds of replicas on a GPU, against the same rounds of replicas on the CPU, and the
-bare copies. A round of a replica on a GPU also copies its state to the CPU's memory and the center
-back. A rank trains on next to nothing, so that a step costs a round; two ranks, processes that
-share the GPU in turns, are in the detail, as is what copying as many bytes costs by itself, from
-pageable and from pinned memory.
+``rounds``: rounds of replicas on a GPU, against the same rounds of replicas on the CPU. A round of
+a replica on a GPU also copies its state to the CPU's memory and the center back. A rank trains on
+next to nothing, so that a step costs a round; two ranks, processes that share the GPU in turns, are
+in the detail.
 
 Needs only torch, pyarrow and cloudpickle, no Spark and no Java. With ``--quick`` everything is tiny
 and on the CPU: does it run?
 """
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -25,6 +23,7 @@ from itertools import chain, count, islice, pairwise, product, repeat
 from pathlib import Path
 from typing import Any
 
+import digits
 import harness
 import numpy as np
 import pyarrow as pa
@@ -39,7 +38,6 @@ from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import run_world
-from sparkdl.worker import Job
 
 RESNET_TARGET, ROUND_TARGET = 0.95, 1.25
 CLASSES = 1_000
@@ -48,7 +46,7 @@ EXPANSION = 4
 SIZES = (25_000_000, 1_000_000, 10_000)
 QUICK_SIZES = (10_000, 100)
 ROUNDS = 16
-CHUNK_BYTES = 4 << 20
+OPTIMIZER = partial(digits.make_optimizer, lr=0.01)
 
 
 @dataclass(frozen=True)
@@ -158,10 +156,7 @@ def resnet50(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     table = images(setting)
     rates = feed_against_constant(setting, table, chosen.repeats)
     alone = all_reduce_alone(setting, table)
-    medians = {
-        name: harness.show(name, values, unit="images/s", digits=1)
-        for name, values in rates.items()
-    }
+    medians = harness.show_each(rates, unit="images/s", digits=1)
     harness.show("GradientAllReduce, one rank", [alone], unit="images/s", digits=1)
     claim = harness.claim(
         "images/s with the feed / with one constant minibatch",
@@ -184,23 +179,16 @@ def rounds(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
         turns = {each: partial(seconds_of_rounds, numel, each, ranks) for each in devices}
         found = harness.interleave(turns, repeats=chosen.repeats)
         name = f"{numel:,} parameters, {ranks} ranks"
-        medians[name] = {
-            each: harness.show(
-                f"{name}, {each}", [1e3 * s for run in runs for s in run], unit="ms", digits=2
-            )
-            for each, runs in found.items()
-        }
+        milliseconds = {each: [1e3 * s for run in found[each] for s in run] for each in devices}
+        medians[name] = harness.show_each(milliseconds, f"{name}, {{}}", unit="ms", digits=2)
     largest = medians[f"{sizes[0]:,} parameters, 1 ranks"]
-    copying = {} if chosen.quick else copies(SIZES[0] * 4)
-    print(f"copying {4 * SIZES[0]:,} bytes, ms: {copying}", flush=True)
     claim = harness.claim(
         f"a round of {sizes[0]:,} parameters, replica on the GPU / on the CPU",
         largest[device],
         largest["cpu"],
         target=ROUND_TARGET,
     )
-    measured = {"milliseconds_a_round": medians, "milliseconds_to_copy": copying}
-    return [claim], measured | described(device)
+    return [claim], {"milliseconds_a_round": medians} | described(device)
 
 
 def images(setting: Setting) -> list[pa.RecordBatch]:
@@ -228,7 +216,7 @@ def feed_against_constant(
     torch.manual_seed(7)
     replica = Replica(
         ResNet50(setting.width),
-        partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        OPTIMIZER,
         nn.CrossEntropyLoss(),
         setting.device,
         precision="bf16",
@@ -268,16 +256,13 @@ def images_a_second(replica: Replica, batches: Iterable[Batch], setting: Setting
 
 def all_reduce_alone(setting: Setting, table: list[pa.RecordBatch]) -> float:
     """Images/s of a fit with one rank: rendezvous, NCCL (gloo on CPUs), buckets, the driver."""
-    job = Job(
+    job = digits.job(
+        GradientAllReduce(),
         model=partial(ResNet50, setting.width),
-        loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-        strategy=GradientAllReduce(),
+        optimizer=OPTIMIZER,
         schema=schema(setting),
         epochs=3,
         batch_size=setting.batch_size,
-        seed=7,
-        deadline_s=300.0,
         precision="bf16",
     )
     outcome = run_world(job, [table], ranks_as="processes", devices=[setting.device])
@@ -305,16 +290,14 @@ class OfSize(nn.Module):
 def seconds_of_rounds(numel: int, device: str, ranks: int) -> list[float]:
     """Seconds of each round, as the driver sees its windows committed."""
     rows = pa.table({"x": np.zeros(ROUNDS, np.float32), "y": np.zeros(ROUNDS, np.float32)})
-    job = Job(
+    job = digits.job(
+        ParameterAveraging(1),
         model=partial(OfSize, numel),
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.SGD, lr=0.0),
-        strategy=ParameterAveraging(1),
         schema=FeedSchema((ColumnSpec("x", torch.float32),), ColumnSpec("y", torch.float32)),
         epochs=1,
         batch_size=1,
-        seed=7,
-        deadline_s=120.0,
     )
     came: list[float] = []
 
@@ -325,28 +308,6 @@ def seconds_of_rounds(numel: int, device: str, ranks: int) -> list[float]:
     shards = [rows.to_batches()] * ranks
     run_world(job, shards, ranks_as="processes", devices=[device] * ranks, on_event=note)
     return [after - before for before, after in pairwise(came[1:-1])]
-
-
-def copies(octets: int) -> dict[str, float]:
-    """Milliseconds to copy so many bytes in chunks, by direction and kind of memory."""
-    on_gpu = torch.zeros(CHUNK_BYTES, dtype=torch.uint8, device="cuda:0")
-    found = {}
-    for kind in ("pageable", "pinned"):
-        on_cpu = torch.ones(CHUNK_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
-        for direction, (into, source) in {
-            "to the CPU": (on_cpu, on_gpu),
-            "to the GPU": (on_gpu, on_cpu),
-        }.items():
-            seconds = []
-            for _ in range(5):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                for _ in range(octets // CHUNK_BYTES):
-                    into.copy_(source)
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - started)
-            found[f"{kind}, {direction}"] = 1e3 * statistics.median(seconds)
-    return found
 
 
 if __name__ == "__main__":

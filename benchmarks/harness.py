@@ -7,6 +7,7 @@ hits all of them; it compares medians and says with numbers whether each claim w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -103,20 +105,9 @@ def claim(name: str, ours: float, peer: float, *, target: float, at_least: bool 
     )
 
 
-def arguments(
-    description: str | None, *, repeats: int, quick_repeats: int = 1
-) -> argparse.Namespace:
-    """Reads the command line of a benchmark that takes only the common options.
-
-    Args:
-        description: the first words of ``--help``; usually the module's docstring.
-        repeats: how often each contender is measured by default.
-        quick_repeats: how often with ``--quick``.
-
-    Returns:
-        A namespace with ``repeats`` (int) and ``quick`` (bool).
-    """
-    return parse(parser(description), repeats=repeats, quick_repeats=quick_repeats)
+def faster(name: str, ours: float, peer: float, *, target: float) -> Claim:
+    """Returns the claim that the other side takes so many times as long as ours."""
+    return Claim(name=name, ratio=peer / ours, target=target, at_least=True, ours=ours, peer=peer)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -232,6 +223,19 @@ def show(name: str, values: Sequence[float], *, unit: str = "s", digits: int = 4
     return middle
 
 
+def show_each(
+    measured: Mapping[str, Sequence[float]], text: str = "{}", **options: Any
+) -> dict[str, Median]:
+    """Shows what each contender measured; returns the medians.
+
+    Args:
+        measured: by contender.
+        text: what to call it, with the contender's name in place of ``{}``.
+        options: as ``show`` takes them.
+    """
+    return {name: show(text.format(name), each, **options) for name, each in measured.items()}
+
+
 def report(benchmark: str, claims: Sequence[Claim], measured: Mapping[str, Any]) -> None:
     """Prints each claim, then the one JSON line that ends every benchmark.
 
@@ -309,7 +313,9 @@ def call_child(script: str, *given: Any, **options: Any) -> dict[str, Any]:
         given: the function's arguments, JSON-serialisable.
         options: as ``run_to_end`` takes them.
     """
-    return run_child([sys.executable, script, "--child", json.dumps(given)], **options)
+    found = run_child([sys.executable, script, "--child", json.dumps(given)], **options)
+    print(f"  {', '.join(map(str, given))}: {found}", flush=True)
+    return found
 
 
 def run_to_end(
@@ -378,33 +384,32 @@ def peer_python(peer: str) -> Path:
     return Path(made.stdout.strip())
 
 
-def session(master: str, conf: Mapping[str, str]) -> SparkSession:
-    """Starts a Spark session as users build it; ``child_environment`` must be in force."""
-    from pyspark.sql import SparkSession
+MASTER = "local-cluster[2,1,2048]"
+CONF = {
+    "spark.executor.memory": "2048m",
+    "spark.ui.enabled": "false",
+    "spark.log.level": "ERROR",
+}
+"""Of every session, whoever's it is, but for what a script sets otherwise."""
 
-    builder = SparkSession.builder.master(master).appName("benchmark")
-    for key, value in conf.items():
-        builder = builder.config(key, value)
-    return builder.getOrCreate()
 
-
-def torchrun(script: Path, *arguments: str, processes: int) -> dict[str, Any]:
-    """Runs a script under torchrun on this machine, with one torch thread per process.
+def session(
+    master: str = MASTER, conf: Mapping[str, str] = CONF, *, connect: bool = False
+) -> SparkSession:
+    """Starts a Spark session as users build it; ``child_environment`` must be in force.
 
     Args:
-        script: the file; its rank 0 prints a JSON object as its last line.
-        arguments: passed to the script.
-        processes: number of ranks.
-
-    Returns:
-        The object that rank 0 printed.
+        master: where it runs.
+        conf: its settings, besides those of ``CONF``.
+        connect: whether it is a client of Spark Connect, whose server this process starts.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = child_environment() | {"OMP_NUM_THREADS": "1"}
-    return run_child(
-        [*launcher, f"--nproc_per_node={processes}", script, *arguments],
-        environment=environment,
-    )
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder
+    builder = builder.remote(master) if connect else builder.master(master).appName("benchmark")
+    for key, value in {**CONF, **conf}.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
 
 
 def status_bytes(field: str, process: int | None = None) -> int:
@@ -416,48 +421,46 @@ def status_bytes(field: str, process: int | None = None) -> int:
     raise RuntimeError(f"{status} has no {field}: this benchmark needs Linux")
 
 
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-DRIVER, DRIVER_JVM, EXECUTOR_JVM, WORKER = (
-    "driver's Python",
-    "driver's JVM",
-    "executors' JVMs",
-    "Python workers",
-)
-Spent = Mapping[int, tuple[str, float]]
+@dataclass(frozen=True)
+class Process:
+    """One process as it is now.
 
-
-def processor_spent() -> Spent:
-    """Returns each process's kind and processor seconds, by its ID: of this one and all below it.
-
-    Linux only. Other work on the machine lengthens wall time a lot, but this hardly at all.
+    Attributes:
+        parent: the ID of the process that started it.
+        command: its command line.
+        seconds: of processor time that it has used.
     """
-    told = {int(each.name): each for each in Path("/proc").iterdir() if each.name.isdigit()}
-    parents, seconds, commands = {}, {}, {}
-    for process, folder in told.items():
-        try:
+
+    parent: int
+    command: str
+    seconds: float
+
+
+def processes() -> dict[int, Process]:
+    """Returns this process and all below it, by ID; Linux only."""
+    told = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            commands[process] = (folder / "cmdline").read_text()
-        except OSError:  # the process has ended meanwhile
-            continue
-        parents[process] = int(fields[1])
-        seconds[process] = (int(fields[11]) + int(fields[12])) * TICK_S
+            seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            command = (folder / "cmdline").read_text()
+            told[int(folder.name)] = Process(int(fields[1]), command, seconds)
     ours = {os.getpid()}
-    while more := {each for each, parent in parents.items() if parent in ours} - ours:
+    while more := {each for each, process in told.items() if process.parent in ours} - ours:
         ours |= more
-    return {each: (_kind(each, commands[each]), seconds[each]) for each in ours}
+    return {each: told[each] for each in ours}
 
 
-def processor_since(before: Spent) -> dict[str, float]:
-    """Returns the seconds used since then, by kind, without processes that have ended since."""
-    found: dict[str, float] = {}
-    for process, (kind, seconds) in processor_spent().items():
-        found[kind] = found.get(kind, 0.0) + seconds - before.get(process, (kind, 0.0))[1]
-    return {kind: round(seconds, 2) for kind, seconds in sorted(found.items())}
+def timed(call: Callable[[], object]) -> tuple[float, dict[str, float]]:
+    """Calls a function; returns the seconds, and those that processors spent on JVMs and on Python.
 
-
-def _kind(process: int, command: str) -> str:
-    if process == os.getpid():
-        return DRIVER
-    if "CoarseGrainedExecutorBackend" in command:
-        return EXECUTOR_JVM
-    return DRIVER_JVM if "org.apache.spark" in command else WORKER
+    Other work on the machine lengthens the former a lot, but the latter hardly at all. Processes
+    that have ended meanwhile are left out.
+    """
+    before, began = processes(), time.perf_counter()
+    call()
+    seconds, spent = time.perf_counter() - began, {"JVMs": 0.0, "Python": 0.0}
+    for each, process in processes().items():
+        kind = "JVMs" if "org.apache.spark" in process.command else "Python"
+        spent[kind] += process.seconds - (before[each].seconds if each in before else 0.0)
+    return seconds, {kind: round(each, 2) for kind, each in spent.items()}

@@ -8,10 +8,9 @@ and call the same functions of Pillow, in every epoch; its first one starts the 
 turns, in one session, with one torch thread a process.
 """
 
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,29 +18,22 @@ from typing import Any
 import feed
 import harness
 import numpy as np
-import pyarrow as pa
 import torch
 from PIL import Image, ImageOps
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from torch.utils.data import DataLoader, Dataset
 
 from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
 from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.feed import Feed
-from sparkdl.feed.record_batches.packed import unpacked
 from sparkdl.protocols import ColumnSpec
-from sparkdl.spark.cluster.network import network_of
-from sparkdl.spark.launch.worker_rows import Workers, worker_frame
-from sparkdl.spark.rows.columns import input_column
-from sparkdl.spark.rows.packing import small_record_batches
 
 PHOTOGRAPHS, QUICK_PHOTOGRAPHS = 4_000, 400
 WIDTH, HEIGHT, SIDE = 500, 375, 224
 BATCH_SIZE = 64
-LATER = range(2, 5)
-"""The later epochs that are measured."""
+EPOCHS = 4
+"""The first and those later ones that are measured."""
 PHOTO = ColumnSpec("c0", torch.uint8, (3, SIDE, SIDE), FITS["crop"], scale=Scale(torch.float32))
 SCHEMA = FeedSchema((PHOTO,), ColumnSpec("c1", torch.int64))
 TARGETS = {"first epoch": 1.0, "later epochs": 8.0}
@@ -66,7 +58,7 @@ class Files(Dataset[tuple[torch.Tensor, int]]):
 
 def main() -> None:
     """Measures and reports."""
-    chosen = harness.arguments(__doc__, repeats=5)
+    chosen = harness.parse(harness.parser(__doc__), repeats=5)
     torch.set_num_threads(1)
     count = QUICK_PHOTOGRAPHS if chosen.quick else PHOTOGRAPHS
     with tempfile.TemporaryDirectory() as name:
@@ -75,8 +67,8 @@ def main() -> None:
     claims = [
         harness.claim(
             f"{epochs} / DataLoader",
-            rates["ours"][epochs],
-            rates["DataLoader"][epochs],
+            rates[epochs]["ours"],
+            rates[epochs]["DataLoader"],
             target=target,
             at_least=True,
         )
@@ -99,60 +91,32 @@ def draw(folder: Path, count: int) -> list[Path]:
     return paths
 
 
-def measure(folder: Path, paths: Sequence[Path], repeats: int) -> dict[str, dict[str, float]]:
-    """Images/s of both, medians."""
-    os.environ.update(harness.child_environment())
-    spark = harness.session(f"local-cluster[{feed.WORKERS},1,2048]", feed.CONF)
-    spark.sparkContext.setLogLevel("OFF")
-    frame = photographs(spark, folder)
+def measure(
+    folder: Path, paths: Sequence[Path], repeats: int
+) -> dict[str, dict[str, harness.Median]]:
+    """Images/s of both in each kind of epoch, medians."""
+    spark = feed.quiet_session()
+    rows = spark.read.format("binaryFile").load(folder.as_uri())
+    label = (F.col("length") % 10).cast("int").alias("label")
+    frame = feed.as_fed(rows.select("content", label).coalesce(feed.WORKERS))
     turns = {"ours": partial(ours, frame), "DataLoader": partial(loader_epochs, paths)}
     measured = harness.interleave(turns, repeats=repeats, warmups=1)
     spark.stop()
     return {
-        name: {
-            epochs: feed.rate(
-                len(paths), f"{epochs}, {name}", [each[index] for each in taken], digits=2
-            )
-            for index, epochs in enumerate(TARGETS)
-        }
-        for name, taken in measured.items()
+        epochs: feed.rates(
+            len(paths),
+            {name: [each[index] for each in taken] for name, taken in measured.items()},
+            f"{epochs}, {{}}",
+        )
+        for index, epochs in enumerate(TARGETS)
     }
-
-
-def photographs(spark: SparkSession, folder: Path) -> DataFrame:
-    """The folder's rows as workers get them."""
-    rows = spark.read.format("binaryFile").load(folder.as_uri())
-    label = (F.col("length") % 10).cast("int").alias("label")
-    frame = rows.select("content", label).coalesce(feed.WORKERS)
-    workers = Workers(
-        frame=frame,
-        columns=tuple(input_column(frame, name, "featuresCols") for name in frame.columns),
-        num_workers=feed.WORKERS,
-        shuffle="exchange",
-        device="cpu",
-        description="benchmark",
-        network=network_of(spark),
-    )
-    return worker_frame(workers)
 
 
 def ours(frame: DataFrame) -> tuple[float, float]:
     """Seconds of a job of one epoch, and of one later epoch."""
-    first = feed.fed_job(frame, partial(feed.fill_and_pass, SCHEMA))
-    with small_record_batches(frame.sparkSession):
-        rows = frame.mapInArrow(fill_and_go_on, "seconds double").collect()
-    return first, max(row["seconds"] for row in rows)
-
-
-def fill_and_go_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Fills a store, passes over it, and measures later epochs."""
-    torch.set_num_threads(1)
-    directory = Path(tempfile.gettempdir())
-    with Feed(SCHEMA, batch_size=BATCH_SIZE, seed=7, rank=0, directory=directory) as store:
-        store.fill(map(unpacked, batches))
-        feed.timed(store.epoch(1))
-        seconds = [feed.timed(store.epoch(epoch)) for epoch in LATER]
-    yield pa.record_batch([pa.array([float(np.median(seconds))])], names=["seconds"])
+    first, _ = feed.fed_job(partial(feed.fill_and_pass, SCHEMA, BATCH_SIZE, 1), frame)
+    _, later = feed.fed_job(partial(feed.fill_and_pass, SCHEMA, BATCH_SIZE, EPOCHS), frame)
+    return first, max(later)
 
 
 def loader_epochs(paths: Sequence[Path]) -> tuple[float, float]:

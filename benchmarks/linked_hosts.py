@@ -13,9 +13,9 @@ import ctypes
 import multiprocessing
 import os
 import pickle
-import shutil
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +32,11 @@ from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.collective import Network
 from sparkdl.driver import RunOptions, run
 from sparkdl.planner.profile import Profile
+from sparkdl.testing.world import Shard
 from sparkdl.worker import Job, Placement, train
 
 FOLDER = Path(__file__).resolve().parent
 POLL_S = 0.002
-START_S = 120.0
 CLONE_NEWNET = 0x40000000
 CLONE_NEWUTS = 0x04000000
 """Linux's flags for a network namespace and for a host name namespace."""
@@ -51,6 +51,9 @@ class LinkedHosts:
     Args:
         workers: the number of workers.
         folder: where their files go.
+
+    Attributes:
+        addresses: of all hosts, the driver's first.
     """
 
     def __init__(self, workers: int, folder: Path) -> None:
@@ -58,7 +61,6 @@ class LinkedHosts:
         from hosts import Hosts  # type: ignore[import-not-found]
 
         self._folder = folder
-        self._trials = 0
         # Each host's name is unknown to all others, which torch would warn about.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._context = multiprocessing.get_context("forkserver")
@@ -68,6 +70,7 @@ class LinkedHosts:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         self._context.set_forkserver_preload([__name__, "harness"])
         self._hosts = Hosts(workers + 1, folder)
+        self.addresses: list[str] = [host.address for host in self._hosts.hosts]
 
     def __enter__(self) -> Self:
         return self
@@ -81,29 +84,28 @@ class LinkedHosts:
         for host in self._hosts.hosts:
             host.limit(mbit, burst_kb=burst)
 
-    def train(self, job: Job, shards: Sequence[Path], deadline_s: float = 300.0) -> Profile:
+    def train(self, job: Job, shards: Sequence[Shard], deadline_s: float = 300.0) -> Profile:
         """Train on all hosts, and return what that cost.
 
         Args:
             job: what is trained.
-            shards: files of pickled record batches, one per worker; fewer workers than there are
-                hosts leave the last ones idle.
+            shards: the rows of each worker; fewer workers than there are hosts leave the last ones
+                idle.
             deadline_s: seconds within which it has to end.
 
         Raises:
             TimeoutError: it is not over by then.
             RuntimeError: it failed; the message has the traceback.
         """
-        self._trials += 1
-        folder = self._folder / f"trial-{self._trials}"
-        folder.mkdir()
-        driver = self._hosts.hosts[0].address
-        parts: list[Callable[[], Any]] = [partial(_drive, job, len(shards), folder, driver)]
-        parts += [
-            partial(_work, job, shard, rank, folder, driver) for rank, shard in enumerate(shards)
-        ]
-        profile: Profile = self.call(parts, deadline_s)[0]
-        shutil.rmtree(folder)
+        driver = self.addresses[0]
+        with tempfile.TemporaryDirectory(dir=self._folder) as name:
+            folder = Path(name)
+            parts: list[Callable[[], Any]] = [partial(_drive, job, len(shards), folder, driver)]
+            parts += [
+                partial(_work, job, shard, rank, folder, driver)
+                for rank, shard in enumerate(shards)
+            ]
+            profile: Profile = self.call(parts, deadline_s)[0]
         return profile
 
     def call(self, parts: Sequence[Callable[[], Any]], deadline_s: float = 120.0) -> list[Any]:
@@ -170,29 +172,30 @@ def _drive(job: Job, workers: int, folder: Path, host: str) -> Profile:
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
-        _publish(folder / "address", pickle.dumps(averager.address))
+        tell(folder / "address", averager.address)
         yield
 
     outcome = run(job, workers, launch, RunOptions(edge=EdgeOptions(host=host)))
     return Profile.of(outcome.recording)
 
 
-def _work(job: Job, shard: Path, rank: int, folder: Path, driver: str) -> None:
+def _work(job: Job, shard: Shard, rank: int, folder: Path, driver: str) -> None:
     """A worker's part."""
-    deadline = time.monotonic() + START_S
-    while not (folder / "address").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the driver has told no address in {START_S:g} s")
-        time.sleep(POLL_S)
-    address = pickle.loads((folder / "address").read_bytes())
     own = folder / f"rank-{rank}"
     own.mkdir()
     placement = Placement(rank=rank, directory=own, network=Network(driver=driver))
-    train(job, placement, address, pickle.loads(shard.read_bytes()))
+    train(job, placement, hear(folder / "address"), shard)
 
 
-def _publish(path: Path, content: bytes) -> None:
-    """Write a file that appears all at once."""
+def tell(path: Path, what: object) -> None:
+    """Tell another host something, by a file that appears all at once."""
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(content)
+    unfinished.write_bytes(pickle.dumps(what))
     unfinished.rename(path)
+
+
+def hear(path: Path) -> Any:
+    """Return what another host tells, once it does; how long to wait is up to ``call``."""
+    while not path.exists():
+        time.sleep(POLL_S)
+    return pickle.loads(path.read_bytes())

@@ -25,7 +25,6 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -34,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import digits
+import fit_session
 import harness
 import numpy as np
 import recovery
@@ -42,16 +43,14 @@ import torch
 import torch.distributed as dist
 from harness import status_bytes
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 
-from sparkdl import GradientAllReduce, TorchEstimator
+from sparkdl import GradientAllReduce
 from sparkdl.callbacks import WorkerCallback, WorkerStep
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.events import WindowReport
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of, run_world
-from sparkdl.worker import Job
 
 PARAMETERS = 25_000_000
 PARAMETER_BYTES = 4 * PARAMETERS
@@ -61,6 +60,7 @@ GROWTH = 0.25
 WIDTH, LAYERS = 1448, 48
 """Of a client's and of the sharded model, square layers of 8.4 MB: 100.6 M parameters."""
 SAMPLE_SECONDS = 0.1
+FORK_SERVER = "sparkdl.spark.launch.fork_server"
 CLIENT_CONF = {"spark.driver.memory": "3g", "spark.executor.memory": "3072m"}
 RANKS = 4
 ROWS, BATCH, EPOCHS = 16, 8, 2
@@ -79,9 +79,10 @@ def main() -> None:
         "averaging": (averaging, 5, 2),
         "connect": (connect, 1, 1),
     }
-    options = harness.parser(__doc__)
-    options.add_argument("--rounds", type=int, default=1000, help="of the part ``rounds``")
-    harness.measure_parts("memory", options, parts, default=[*parts][:3], child=fits_of_a_client)
+    usual = [*parts][:3]
+    harness.measure_parts(
+        "memory", harness.parser(__doc__), parts, default=usual, child=fits_of_a_client
+    )
 
 
 def averaging(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
@@ -115,12 +116,23 @@ def peak_bytes(workers: int, *, rounds: int, numel: int) -> int:
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # memory left by an earlier turn must not be reused unseen
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    baseline = status_bytes("VmRSS")
+    peak = Peak()
     with round_processes.rounds(workers, numel) as processes:
         for _ in range(rounds):
             processes.round()
-        return status_bytes("VmHWM") - baseline
+        return peak.bytes_over_baseline()
+
+
+class Peak:
+    """The peak resident memory of this process, from now on, over what it has now."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        self._before = status_bytes("VmRSS")
+
+    def bytes_over_baseline(self) -> int:
+        """Returns the peak up to now."""
+        return status_bytes("VmHWM") - self._before
 
 
 def connect(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
@@ -128,7 +140,6 @@ def connect(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     layers = 6 if chosen.quick else LAYERS
     parameter_bytes = 4 * layers * WIDTH * (WIDTH + 1)
     peaks = harness.call_child(__file__, layers)
-    print(f"P = {parameter_bytes / 1e6:.0f} MB: {peaks}")
     claims = [
         harness.claim(f"peak of {name} / P", peaks[key], parameter_bytes, target=3.0)
         for name, key in (("the client", "client"), ("what serves beside rank 0", "serving"))
@@ -139,28 +150,24 @@ def connect(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
 def fits_of_a_client(layers: int) -> dict[str, int]:
     """Fits, small and large; returns the bytes by which the large fit raised the peak memory.
 
-    Of this client, of the process beside rank 0 that serves it, and of rank 0's own.
+    Of this client, and of the process beside rank 0 that serves it.
     """
-    from fit_session import CONF, connect_session
-
     torch.set_num_threads(1)
-    spark = connect_session("local-cluster[2,1,3072]", CONF | CLIENT_CONF)
+    spark = harness.session("local-cluster[2,1,3072]", CLIENT_CONF, connect=True)
     features = f"transform(sequence(1, {WIDTH}), x -> float(sin(id * x))) as features"
     rows = spark.range(0, 32, 1, 2).selectExpr(features, "float(id) as label")
     peaks = []
     for many in (1, layers):
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        with peaks_below() as seen:
-            TorchEstimator(
+        with peak_of_serving() as serving:
+            fit_session.estimator(
                 model=partial(network, many),
                 loss=nn.MSELoss(),
                 optimizer=partial(torch.optim.SGD, lr=1e-4),
                 batchSize=8,
-                numWorkers=2,
-                progress=False,
             ).fit(rows)
-        peaks.append({**seen, "client": status_bytes("VmHWM")})
+        peaks.append({"client": status_bytes("VmHWM"), "serving": max(serving)})
     spark.stop()
     small, large = peaks
     return {name: large[name] - small[name] for name in large}
@@ -172,40 +179,29 @@ def network(layers: int) -> nn.Module:
 
 
 @contextmanager
-def peaks_below() -> Iterator[dict[str, int]]:
-    """The peak memory of the processes that serve and that are rank 0, in bytes, once it is over.
+def peak_of_serving() -> Iterator[list[int]]:
+    """The peak memory of the process that serves, in bytes, as seen now and then.
 
-    Spark's Python processes that have a child serve; the child forks rank 0.
+    Spark's Python process that has a fork server serves; what the fork server forks, rank 0, has
+    its command line.
     """
-    seen: dict[str, int] = {"serving": 0, "rank": 0}
+    seen: list[int] = []
     ended = threading.Event()
 
     def sample() -> None:
         while not ended.wait(SAMPLE_SECONDS):
-            for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
-                with contextlib.suppress(OSError, RuntimeError, IndexError):
-                    for name, of in _roles(process).items():
-                        seen[name] = max(seen[name], of)
+            found = harness.processes()
+            forking = [each for each in found.values() if FORK_SERVER in each.command]
+            for parent in {each.parent for each in forking}:
+                if FORK_SERVER not in found[parent].command:
+                    with contextlib.suppress(OSError, RuntimeError):  # it has ended meanwhile
+                        seen.append(status_bytes("VmHWM", parent))
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     yield seen
     ended.set()
     thread.join()
-
-
-def _roles(process: int) -> dict[str, int]:
-    """What a fork server's parent and child have had at most; nothing for another process."""
-    if "sparkdl.spark.launch.fork_server" not in _text(process, "cmdline"):
-        return {}
-    parent = int(_text(process, "status").partition("PPid:")[2].split()[0])
-    if "sparkdl.spark.launch.fork_server" in _text(parent, "cmdline"):
-        return {"rank": status_bytes("VmHWM", process)}
-    return {"serving": status_bytes("VmHWM", parent)}
-
-
-def _text(process: int, name: str) -> str:
-    return Path(f"/proc/{process}/{name}").read_text()
 
 
 def sharded(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
@@ -219,10 +215,7 @@ def sharded(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
         name: partial(ours, layers, strategy) for name, strategy in strategies.items()
     }
     measured = harness.interleave(turns, repeats=chosen.repeats)
-    peaks = {
-        name: harness.show(name, [each / 1e6 for each in found], unit="MB", digits=0)
-        for name, found in measured.items()
-    }
+    peaks = harness.show_each(measured, unit="MB", digits=0)
     claims = [
         harness.claim(
             f"peak of a rank, sharded / {other}",
@@ -233,23 +226,6 @@ def sharded(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
         for other in (PEER, OURS)
     ]
     return claims, {"parameters": layers * WIDTH * (WIDTH + 1), "peak_mb_over_baseline": peaks}
-
-
-class Peak:
-    """Writes the peak memory of this process over what it has now to a file of its own.
-
-    Args:
-        folder: of the files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        self._before = status_bytes("VmRSS")
-        self._path = folder / str(os.getpid())
-
-    def write(self) -> None:
-        """Write the peak up to now."""
-        self._path.write_text(str(status_bytes("VmHWM") - self._before))
 
 
 def build(layers: int) -> nn.Module:
@@ -264,19 +240,40 @@ def build(layers: int) -> nn.Module:
     )
 
 
-def build_measured(layers: int, folder: Path) -> nn.Module:
-    """The same on a worker, whose memory is measured from here on."""
+peak: Peak
+"""Of this process, if it is a rank."""
+
+
+def build_measured(layers: int) -> nn.Module:
+    """The same in a process whose memory is measured from here on."""
     global peak
-    peak = Peak(folder)
+    peak = Peak()
     return build(layers)
 
 
+def write_peak(folder: Path) -> None:
+    """Writes the peak of this process to a file of its own, in MB."""
+    (folder / str(os.getpid())).write_text(str(peak.bytes_over_baseline() / 1e6))
+
+
+def largest(folder: Path) -> float:
+    """Returns the largest peak of a rank, in MB."""
+    return max(float(each.read_text()) for each in folder.iterdir())
+
+
 class Watch(WorkerCallback):
-    """Writes the peak after each step: of the second epoch's, it has a commit's and an end's."""
+    """Writes the peak after each step: of the second epoch's, it has a commit's and an end's.
+
+    Args:
+        folder: for the ranks' files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def after_step(self, step: WorkerStep) -> None:
         """Write it."""
-        peak.write()
+        write_peak(self._folder)
 
 
 def rows_of(rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -287,98 +284,75 @@ def rows_of(rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ours(layers: int, strategy: GradientAllReduce) -> float:
-    """Returns the largest peak of a rank, in bytes."""
+    """Returns the largest peak of a rank, in MB."""
+    shards = [
+        batches_of(ROWS, features=features, label=labels)
+        for features, labels in map(rows_of, range(RANKS))
+    ]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        driver = os.getpid()
-
-        def model() -> nn.Module:
-            return build(layers) if os.getpid() == driver else build_measured(layers, folder)
-
-        job = Job(
-            model=model,
-            loss=nn.CrossEntropyLoss(),
+        job = digits.job(
+            strategy,
+            width=WIDTH,
+            model=partial(build_measured, layers),
             optimizer=partial(torch.optim.Adam, lr=1e-4),
-            strategy=strategy,
-            schema=FeedSchema(
-                (ColumnSpec("features", torch.float32, (WIDTH,)),),
-                ColumnSpec("label", torch.int64),
-            ),
             epochs=EPOCHS,
             batch_size=BATCH,
-            seed=7,
-            deadline_s=600,
-            callbacks=(Watch(),),
+            deadline_s=600.0,
+            callbacks=(Watch(Path(name)),),
         )
-        shards = [
-            batches_of(ROWS, features=features, label=labels)
-            for features, labels in map(rows_of, range(RANKS))
-        ]
         run_world(job, shards, ranks_as="processes")
-        return max(float(each.read_text()) for each in folder.iterdir())
+        return largest(Path(name))
 
 
 def peer(layers: int) -> float:
     """Returns the same of plain torch."""
-    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
-        context = multiprocessing.get_context("forkserver")
-        ranks = [
-            context.Process(target=peer_rank, args=(layers, rank, port, Path(name)))
-            for rank in range(RANKS)
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-        return max(float(each.read_text()) for each in Path(name).iterdir())
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as meeting:
+        given = layers, Path(name), f"file://{meeting}/ranks"
+        start_processes(  # type: ignore[no-untyped-call]
+            peer_rank, given, nprocs=RANKS, start_method="forkserver"
+        )
+        return largest(Path(name))
 
 
-def peer_rank(layers: int, rank: int, port: int, folder: Path) -> None:
+def peer_rank(rank: int, layers: int, folder: Path, meeting: str) -> None:
     """Trains one rank."""
     torch.set_num_threads(1)
-    peak = Peak(folder)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
-    )
-    model = nn.parallel.DistributedDataParallel(build(layers), gradient_as_bucket_view=True)
+    bare = build_measured(layers)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    model = nn.parallel.DistributedDataParallel(bare, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     features, labels = map(torch.from_numpy, rows_of(rank))
     for _ in range(EPOCHS):
         for start in range(0, ROWS, BATCH):
-            optimizer.zero_grad()
-            outputs = model(features[start : start + BATCH])
-            nn.functional.cross_entropy(outputs, labels[start : start + BATCH]).backward()
-            optimizer.step()
-    peak.write()
+            batch = slice(start, start + BATCH)
+            digits.train_step(model, optimizer, features[batch], labels[batch])
+    write_peak(folder)
     dist.destroy_process_group()
 
 
 def rounds(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     """Measures resident memory early and late."""
-    rounds = 200 if chosen.quick else chosen.rounds
-    looks = (100, rounds // 2, rounds - 5)
-    resident = resident_after(rounds, looks)
-    for number, (driver, *workers) in resident.items():
-        shown = ", ".join(f"{mb:.1f}" for mb in workers)
-        print(f"round {number}: driver {driver:.1f} MB, largest worker {shown} MB")
-    early, late = resident[looks[0]], resident[looks[-1]]
+    count = 200 if chosen.quick else 1000
+    looks = 100, count - 5
+    resident = resident_after(count, looks)
+    for number, (driver, worker) in resident.items():
+        print(f"round {number}: driver {driver:.1f} MB, largest worker {worker:.1f} MB")
+    early, late = (resident[each] for each in looks)
     claims = [
-        harness.claim(f"{who}'s memory, round {looks[-1]} / {looks[0]}", b, a, target=FLAT)
+        harness.claim(f"{who}'s memory, round {looks[1]} / {looks[0]}", b, a, target=FLAT)
         for who, a, b in zip(("driver", "a worker"), early, late, strict=True)
     ]
     return claims, {"resident_mb_of_driver_and_largest_worker": resident}
 
 
-def resident_after(rounds: int, looks: tuple[int, ...]) -> dict[int, list[float]]:
+def resident_after(count: int, looks: tuple[int, ...]) -> dict[int, tuple[float, float]]:
     """Returns the resident megabytes of the driver and of its largest worker, by round.
 
     Args:
-        rounds: how many to run.
+        count: how many rounds to run.
         looks: the rounds after which to measure.
     """
-    resident: dict[int, list[float]] = {}
+    resident: dict[int, tuple[float, float]] = {}
     committed = 0
 
     def look(event: object) -> None:
@@ -386,11 +360,14 @@ def resident_after(rounds: int, looks: tuple[int, ...]) -> dict[int, list[float]
         if isinstance(event, WindowReport) and event.rank == 0:
             committed += 1
             if committed in looks:
-                resident[committed] = recovery.resident_mb()
+                workers = [
+                    status_bytes("VmRSS", each.pid) for each in multiprocessing.active_children()
+                ]
+                resident[committed] = status_bytes("VmRSS") / 1e6, max(workers) / 1e6
 
     with tempfile.TemporaryDirectory() as folder:
         run_world(
-            recovery.job(rounds // 20, ParameterAveraging(1), rows_a_batch=2),
+            recovery.job(count // 20, ParameterAveraging(1), batch_size=2),
             recovery.shards(40 * recovery.WORKERS),
             ranks_as="processes",
             checkpoints=CheckpointPolicy(path=folder),

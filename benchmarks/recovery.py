@@ -1,13 +1,12 @@
 """What safety costs: checkpoints and the watchdog, and a lost worker.
 
 ``epochs``: what checkpoints and the watchdog add to an epoch of a fit on four executors. In every
-second epoch the checkpoint of the one before is written, and the watchdog is on in two epochs out
-of four: so each epoch has neighbours of the three other kinds, and whatever else the machine does
-hits all kinds alike. Workers keep the thread that would answer the watchdog in all epochs; it
-sleeps. ``losses``: four workers, each a process on this machine, train the network of the other
-benchmarks on synthetic digits, and one of the four is killed (kill -9) halfway. The cost is how
-much longer the job took than without; where the workers need each other (GradientAllReduce), all
-start again from the last commit.
+second epoch the checkpoint of the one before is written and the watchdog is on, so that whatever
+else the machine does hits both kinds of epochs alike. Workers keep the thread that would answer the
+watchdog in all epochs; it sleeps. ``losses``: four workers, each a process on this machine, train
+the network of the other benchmarks on synthetic digits, and one of the four is killed (kill -9)
+halfway. The cost is how much longer the job took than without; where the workers need each other
+(GradientAllReduce), all start again from the last commit.
 """
 
 import argparse
@@ -26,17 +25,13 @@ from typing import Any
 from unittest import mock
 
 import digits
+import fit_session
 import harness
 import numpy as np
-import torch
-from harness import Claim, show
-from torch import nn
+from harness import Claim
 
-from sparkdl import TorchEstimator
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
@@ -53,23 +48,20 @@ COMMIT_EVERY = 20
 COMMITTING = GradientAllReduce(commit_every=COMMIT_EVERY)
 RESTART_S = 15.0
 """Seconds that a lost worker may cost besides its own window."""
+OPTIMIZER = partial(digits.make_optimizer, lr=0.01)
 FIT_BATCH = 8
 """Of the fit with checkpoints: small, for epochs of about a second."""
-KINDS = {0: "neither", 1: "checkpoint", 2: "watchdog", 3: "both"}
-"""By the remainder of an epoch's number divided by four."""
+NEITHER, BOTH = "neither", "a checkpoint and the watchdog"
+EPOCHS_OF_A_FIT, WARM_UP = 100, 4
 
 
-def job(epochs: int, strategy: Strategy = AVERAGING, rows_a_batch: int = BATCH) -> Job:
-    return Job(
-        model=digits.build_mlp,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-        strategy=strategy,
-        schema=FeedSchema(
-            (ColumnSpec("features", torch.float32, (784,)),), ColumnSpec("label", torch.int64)
-        ),
+def job(epochs: int, strategy: Strategy[Any] = AVERAGING, batch_size: int = BATCH) -> Job:
+    """Returns the training whose workers are lost."""
+    return digits.job(
+        strategy,
+        optimizer=OPTIMIZER,
         epochs=epochs,
-        batch_size=rows_a_batch,
+        batch_size=batch_size,
         seed=1,
         deadline_s=120.0,
         max_failures=3,
@@ -88,27 +80,15 @@ def shards(rows: int) -> list[Shard]:
     ]
 
 
-def resident_mb() -> list[float]:
-    """Resident MB of this process, and of the largest of its workers."""
-    pids = [os.getpid(), *(p.pid for p in multiprocessing.active_children())]
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
-    mb = [count * os.sysconf("SC_PAGE_SIZE") / 1e6 for count in pages]
-    return [mb[0], max(mb[1:], default=0.0)]
-
-
-def kind_of(epoch: int) -> str:
-    writes, is_watched = epoch % 2 == 1, epoch // 2 % 2 == 1
-    return KINDS[writes + 2 * is_watched]
+def is_safe(epoch: int) -> bool:
+    """Whether an epoch has a checkpoint and the watchdog."""
+    return epoch % 2 == 1
 
 
 def epochs_of_each_kind(epochs: int) -> dict[str, list[float]]:
-    """Returns the seconds of the epochs of each kind, except the first four.
-
-    Args:
-        epochs: a multiple of four.
-    """
+    """Returns the seconds of the epochs with safety and without, but for the first ones."""
     os.environ.update(harness.child_environment())
-    conf = {"spark.executor.memory": "512m", "spark.ui.enabled": "false"}
+    conf = {"spark.executor.memory": "512m"}
     spark = harness.session(f"local-cluster[{WORKERS},1,1024]", conf)
     spark.sparkContext.setLogLevel("OFF")
     switch = _Switch()
@@ -116,15 +96,12 @@ def epochs_of_each_kind(epochs: int) -> dict[str, list[float]]:
         with tempfile.TemporaryDirectory() as folder:
             digits.write(Path(folder))
             rows = spark.read.parquet(str(Path(folder, "train")))
-            estimator = TorchEstimator(
-                model=digits.build_mlp,
-                loss=nn.CrossEntropyLoss(),
-                optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-                strategy=ParameterAveraging(5),
+            estimator = fit_session.estimator(
+                optimizer=OPTIMIZER,
+                strategy=AVERAGING,
                 epochs=epochs,
                 batchSize=FIT_BATCH,
                 numWorkers=WORKERS,
-                progress=False,
                 checkpointPath=str(Path(folder, "checkpoints")),
                 checkpointEvery=2,
             )
@@ -135,10 +112,11 @@ def epochs_of_each_kind(epochs: int) -> dict[str, list[float]]:
                 history = estimator.fit(rows).history
     finally:
         spark.stop()
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS.values()}
-    for epoch in history[4:]:
-        seconds[kind_of(epoch.epoch)].append(epoch.seconds)
-    return seconds
+    later = history[WARM_UP:]
+    return {
+        NEITHER: [each.seconds for each in later if not is_safe(each.epoch)],
+        BOTH: [each.seconds for each in later if is_safe(each.epoch)],
+    }
 
 
 class _Switch:
@@ -153,9 +131,10 @@ class _Switch:
         """Replaces the watchdog, and leaves it on until the first epoch has ended."""
         self._arguments = arguments
         self._on.enter_context(watched(*arguments))
-        with contextlib.ExitStack() as stack:
-            stack.callback(lambda: self._on.close())
+        try:
             yield
+        finally:
+            self._on.close()
 
     def run(
         self, job: Job, size: int, launch: Launch, options: RunOptions, observers: Observers
@@ -166,13 +145,13 @@ class _Switch:
             observers.on_event(event)
             if isinstance(event, EpochSummary):
                 self._on.close()
-                if kind_of(event.epoch + 1) in ("watchdog", "both"):
+                if is_safe(event.epoch + 1):
                     self._on.enter_context(watched(*self._arguments))
 
         return run(job, size, launch, options, replace(observers, on_event=turn))
 
 
-def train_seconds(data: list[Shard], strategy: Strategy, *, kill: bool = False) -> float:
+def train_seconds(data: list[Shard], strategy: Strategy[Any], *, kill: bool = False) -> float:
     """Seconds from the start to the end of a job, perhaps with a worker killed in the middle."""
 
     def kill_one(event: object) -> None:
@@ -188,15 +167,11 @@ def train_seconds(data: list[Shard], strategy: Strategy, *, kill: bool = False) 
 
 def costs_of_epochs(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, Any]]:
     """What checkpoints and the watchdog add to an epoch."""
-    seconds = epochs_of_each_kind(12 if chosen.quick else chosen.epochs)
-    medians = {kind: show(f"an epoch with {kind}", values) for kind, values in seconds.items()}
-    both, neither = medians["both"], medians["neither"]
-    name = "epoch with a checkpoint and the watchdog / with neither"
-    return [harness.claim(name, both, neither, target=1.02)], {
-        "epoch_s": medians,
-        "epoch / with neither": {kind: each / neither for kind, each in medians.items()},
-        "epochs_of_each_kind": len(seconds["both"]),
-    }
+    seconds = epochs_of_each_kind(12 if chosen.quick else EPOCHS_OF_A_FIT)
+    medians = harness.show_each(seconds, "an epoch with {}")
+    name = f"epoch with {BOTH} / with {NEITHER}"
+    claim = harness.claim(name, medians[BOTH], medians[NEITHER], target=1.02)
+    return [claim], {"epoch_s": seconds}
 
 
 def costs_of_losses(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, Any]]:
@@ -212,7 +187,7 @@ def costs_of_losses(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, 
         },
         repeats=chosen.repeats,
     )
-    seconds = {name: show(name, values) for name, values in times.items()}
+    seconds = harness.show_each(times)
     steps = EPOCHS * ROWS / WORKERS / BATCH
     window = seconds["averaging"] / steps * PERIOD
     cost = seconds["averaging, one killed"] - seconds["averaging"]
@@ -238,13 +213,11 @@ def costs_of_losses(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, 
 
 
 def main() -> None:
-    options = harness.parser(__doc__)
-    options.add_argument("--epochs", type=int, default=100, help="of the fit, a multiple of 4")
     parts: dict[str, tuple[harness.Part, int, int]] = {
         "epochs": (costs_of_epochs, 1, 1),
         "losses": (costs_of_losses, 3, 1),
     }
-    harness.measure_parts("recovery", options, parts)
+    harness.measure_parts("recovery", harness.parser(__doc__), parts)
 
 
 if __name__ == "__main__":

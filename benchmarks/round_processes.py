@@ -1,10 +1,10 @@
-"""Processes that take part in averaging rounds, started together and timed as one.
+"""Processes that do something in rounds, started together and timed as one.
 
 ``rounds`` has them take part in those of sparkdl's averager, whose service is in this process.
 Their clocks agree: ``time.perf_counter`` counts from the machine's start on Linux.
 """
 
-import itertools
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -21,6 +21,7 @@ from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import FULL_PRECISION
+from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import ShardStatistics
 from sparkdl.protocols import Segment
@@ -28,9 +29,10 @@ from sparkdl.transport.connecting import ServiceAddress
 
 ROUND_TIMEOUT_SECONDS = 120.0
 
-Member = Callable[..., tuple[Callable[[], None], torch.Tensor]]
+Member = Callable[..., tuple[Callable[[], object], torch.Tensor]]
 """Called as ``member(rank, *arguments)`` in a process of its own. Returns a function that takes
-part in one round, and the float32 vector of shape (numel,) that the round averages in place."""
+part in one round, and the float32 vector of shape (numel,) that the round averages in place: one
+of no numbers if it averages nothing."""
 
 
 class RoundProcesses:
@@ -52,7 +54,7 @@ class RoundProcesses:
         count: int,
         arguments: tuple[Any, ...],
         *,
-        expected: float,
+        expected: float = 0.0,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
@@ -138,51 +140,80 @@ def _serve(
 
 
 @contextmanager
-def averager(
-    workers: int, numel: int, edge: EdgeOptions, *, drain: bool = False, **run: Any
-) -> Iterator[ServiceAddress]:
+def averager(workers: int, numel: int, edge: EdgeOptions) -> Iterator[ServiceAddress]:
     """Opens an averager here, which lets the workers start as a driver does; yields its address.
 
     Args:
         workers: how many contribute.
         numel: number of float32 parameters.
         edge: how it listens.
-        drain: whether what it tells of the run is read as it comes.
-        run: of ``RunSpec``.
     """
     layout = (Segment("parameters", torch.float32, numel),)
     with Averager(
-        RunSpec(world_size=workers, **run),
+        RunSpec(world_size=workers, deadline_s=ROUND_TIMEOUT_SECONDS),
         CenterSpec(layout=layout, wire_format=FULL_PRECISION),
         Snapshot(center=[torch.zeros(numel)]),
         edge,
     ) as opened:
 
-        def start() -> None:
+        def drive() -> None:
             events = opened.events()
             next(events)  # all have said what their rows are
             opened.start()
-            for _ in events if drain else ():
-                pass
+            with contextlib.suppress(TrainingError):  # they end without a word
+                for _ in events:
+                    pass
 
-        threading.Thread(target=start, daemon=True).start()
+        threading.Thread(target=drive, daemon=True).start()
         yield opened.address
 
 
+class Contributor:
+    """A worker, as far as its rounds go.
+
+    Args:
+        rank: its number.
+        numel: number of float32 parameters.
+        address: the averager's.
+
+    Attributes:
+        vector: what it contributes, and the average after each round.
+    """
+
+    def __init__(self, rank: int, numel: int, address: ServiceAddress) -> None:
+        self.vector = torch.empty(numel)
+        self._rank, self._step = rank, 0
+        self._client = AveragerClient(address, rank, FULL_PRECISION)
+        layout = (Segment("parameters", torch.float32, numel),)
+        self._client.start(ShardStatistics(rows=64, columns=()), [self.vector], layout)
+
+    def take_part(self, *, last: bool = False) -> None:
+        """Takes part in a round."""
+        self._step += 1
+        window = WindowReport(
+            rank=self._rank, epoch=1, step=self._step, examples=64, loss_sum=0.0, last=last
+        )
+        self._client.exchange([self.vector], window)
+
+    def leave(self) -> None:
+        """Takes part in a last round, as all do, so that no other worker misses this one."""
+        self.take_part(last=True)
+        self._client.finish()
+
+
 @contextmanager
-def rounds(workers: int, numel: int, *, tls: bool = False) -> Iterator[RoundProcesses]:
+def rounds(workers: int, numel: int) -> Iterator[RoundProcesses]:
     """Opens an averager here and starts the workers, each in a process of its own.
 
     Args:
         workers: how many contribute.
         numel: number of float32 parameters.
-        tls: whether connections are encrypted.
 
     Yields:
         The worker processes; each ``round()`` is one round of the averager.
     """
     with (
-        averager(workers, numel, EdgeOptions(tls=tls)) as address,
+        averager(workers, numel, EdgeOptions()) as address,
         RoundProcesses(member, workers, (numel, address), expected=(workers - 1) / 2) as processes,
     ):
         yield processes
@@ -192,23 +223,5 @@ def member(
     rank: int, numel: int, address: ServiceAddress
 ) -> tuple[Callable[[], None], torch.Tensor]:
     """Returns what a worker does in a round, and what it contributes."""
-    vector = torch.empty(numel)
-    client = AveragerClient(address, rank, FULL_PRECISION)
-    layout = (Segment("parameters", torch.float32, numel),)
-    client.start(ShardStatistics(rows=64, columns=()), [vector], layout)
-    steps = itertools.count(1)
-
-    def take_part() -> None:
-        client.exchange(
-            [vector],
-            WindowReport(
-                rank=rank,
-                epoch=1,
-                step=next(steps),
-                examples=64,
-                loss_sum=0.0,
-                last=False,
-            ),
-        )
-
-    return take_part, vector
+    contributor = Contributor(rank, numel, address)
+    return contributor.take_part, contributor.vector

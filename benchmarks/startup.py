@@ -29,7 +29,6 @@ the rows; the second of a session's two.
 
 import argparse
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -77,7 +76,12 @@ def main() -> None:
     options.add_argument(
         "--peer", action="append", choices=PEERS, help="a peer; the first two if left out"
     )
-    fit_session.add_option(options, default="plain and created")
+    options.add_argument(
+        "--session",
+        action="append",
+        choices=fit_session.KINDS,
+        help="a kind of session for all contenders; plain and created if left out",
+    )
     parts: dict[str, tuple[harness.Part, int, int]] = {
         "jobs": (jobs, 3, 1),
         "functions": (functions, 5, 1),
@@ -91,12 +95,11 @@ def jobs(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
     """Measures whole jobs."""
     peers = [each for peer in chosen.peer or [*PEERS][:2] for each in PEERS[peer]]
     kinds = chosen.session or ["plain", "created"]
-    python = harness.peer_python("elephas") if "elephas" in peers else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         digits.write(folder)
         turns = {
-            f"{contender}, {kind}": turn(contender, kind, folder, python)
+            f"{contender}, {kind}": turn(contender, kind, folder)
             for contender in (*OURS, *peers)
             for kind in kinds
             if is_measured(contender, kind)
@@ -110,24 +113,15 @@ def is_measured(contender: str, kind: str) -> bool:
     return kind == "plain" if contender in ELEPHAS else kind != "connect" or contender not in LOOPS
 
 
-def turn(contender: str, kind: str, folder: Path, python: Path | None) -> Callable[[], Session]:
+def turn(contender: str, kind: str, folder: Path) -> Callable[[], Session]:
     """Returns a function that measures a contender in a next session, with other seeds."""
-    elephas = contender in ELEPHAS
-    python = python if elephas and python else Path(sys.executable)
-    environment = harness.child_environment(python)
-    environment |= {"KERAS_BACKEND": ELEPHAS.get(contender, "")}
     seeds = itertools.count(1, 2)
 
     def measured() -> Session:
         seed = next(seeds)
-        if elephas:
-            job = harness.FOLDER / "peers" / "elephas_job.py"
-            child = harness.run_child([python, job, folder, str(seed)], environment=environment)
-        else:
-            given = fit_session.__file__, contender, str(folder), kind, seed
-            child = harness.call_child(*given, environment=environment)
-        print(f"  {contender}, {kind}: {child}", flush=True)
-        return child
+        if contender in ELEPHAS:
+            return fit_session.elephas(folder, str(seed), ELEPHAS[contender])
+        return harness.call_child(fit_session.__file__, contender, str(folder), kind, seed)
 
     return measured
 
@@ -196,24 +190,19 @@ def steps(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
 
 def starts_of(names: Sequence[str], repeats: int) -> tuple[Medians, Medians, Any]:
     """Returns each contender's medians of first and of later starts, and all of them."""
-    found = harness.interleave({n: partial(seconds_of, n) for n in names}, repeats=repeats)
-    first = [harness.show(f"{n}, first", [run[0] for run in found[n]]) for n in names]
-    rest = {n: [seconds for run in found[n] for seconds in run[1:]] for n in names}
-    return first, [harness.show(f"{n}, later", rest[n]) for n in names], found
-
-
-def seconds_of(name: str) -> list[float]:
-    """Returns the seconds that each run of a fresh session took to start."""
-    found: list[float] = harness.call_child(__file__, "starts", name)["seconds"]
-    print(f"  {name}: {[round(each, 2) for each in found]}", flush=True)
-    return found
+    turns = {name: partial(harness.call_child, __file__, "starts", name) for name in names}
+    found = harness.interleave(turns, repeats=repeats)
+    first = {name: [run["seconds"][0] for run in found[name]] for name in names}
+    later = {name: [each for run in found[name] for each in run["seconds"][1:]] for name in names}
+    medians = harness.show_each(first, "{}, first"), harness.show_each(later, "{}, later")
+    return [*medians[0].values()], [*medians[1].values()], found
 
 
 def starts(name: str) -> dict[str, list[float]]:
     """Runs a function several times in a fresh session; returns the seconds to its first line."""
     with tempfile.TemporaryDirectory() as folder:
         digits.write(Path(folder))
-        spark, found = harness.session(fit_session.MASTER, fit_session.CONF), []
+        spark, found = harness.session(), []
         for seed in range(RUNS):
             called = time.time()
             found.append(max(begin(name, spark, Path(folder), seed)) - called)
@@ -223,10 +212,7 @@ def starts(name: str) -> dict[str, list[float]]:
 def begin(name: str, spark: Any, folder: Path, seed: int) -> list[float]:
     """Returns when each rank began."""
     if name == PEER:
-        from pyspark.ml.torch.distributor import TorchDistributor
-
-        distributor = TorchDistributor(digits.WORKERS, local_mode=False, use_gpu=False)
-        began: list[float] = distributor.run(meet)
+        began: list[float] = fit_session.distributed(meet)
         return began
     if name == "fit":
         _, first_step = fit_session.fit_ours("averaging", spark, folder, 1, seed)
@@ -259,10 +245,8 @@ def search(chosen: argparse.Namespace) -> tuple[list[harness.Claim], Any]:
         for parallel in (1, 2)
     }
     found = harness.interleave(turns, repeats=chosen.repeats)
-    medians = {
-        name: harness.show(name, [run["seconds"][-1] for run in runs], digits=2)
-        for name, runs in found.items()
-    }
+    seconds = {name: [run["seconds"][-1] for run in runs] for name, runs in found.items()}
+    medians = harness.show_each(seconds, digits=2)
     claims = [
         harness.claim(
             f"a search / {MLP}'s, {parallel} at a time",
@@ -280,13 +264,10 @@ def searches(name: str, parallel: int) -> dict[str, Any]:
     from pyspark.ml.evaluation import MulticlassClassificationEvaluator
     from pyspark.ml.functions import array_to_vector
     from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
-    from torch import nn
-
-    from sparkdl import TorchEstimator
 
     with tempfile.TemporaryDirectory() as folder:
         digits.write(Path(folder))
-        spark = harness.session(fit_session.MASTER, fit_session.CONF)
+        spark = harness.session()
         frame = fit_session.read(spark, Path(folder)).limit(ROWS).repartition(digits.WORKERS)
         grid, passes = ParamGridBuilder(), [5, 10]
         estimator: Any
@@ -296,15 +277,7 @@ def searches(name: str, parallel: int) -> dict[str, Any]:
             estimator = MultilayerPerceptronClassifier(layers=layers, seed=1)
             grid.addGrid(estimator.maxIter, passes).addGrid(estimator.blockSize, [64, 128])
         else:
-            estimator = TorchEstimator(
-                model=digits.build_mlp,
-                loss=nn.CrossEntropyLoss(),
-                optimizer=digits.make_optimizer,
-                numWorkers=digits.WORKERS,
-                device="cpu",
-                seed=1,
-                progress=False,
-            )
+            estimator = fit_session.estimator(seed=1)
             grid.addGrid(estimator.epochs, passes).addGrid(estimator.batchSize, [64, 128])
         frame.persist().count()
         seconds, accuracies = [], []
@@ -320,7 +293,6 @@ def searches(name: str, parallel: int) -> dict[str, Any]:
             called = time.time()
             accuracies = [round(float(each), 3) for each in validator.fit(frame).avgMetrics]
             seconds.append(time.time() - called)
-    print(f"  {name}, {parallel}: {[round(s, 2) for s in seconds]}, {accuracies}", flush=True)
     return {"seconds": seconds, "accuracies": accuracies}
 
 

@@ -14,7 +14,7 @@ that follow one another; a repeat restarts all processes. ``--device cuda`` comp
 """
 
 import socket
-import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,16 +27,12 @@ from typing import Any
 
 import digits
 import harness
-import torch
 from peers import ddp
-from torch import nn
 
 from sparkdl import GradientAllReduce, ParameterAveraging
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.protocols import Batch, ColumnSpec
+from sparkdl.protocols import Batch
 from sparkdl.strategies import Run, Strategy
 from sparkdl.testing import batches_of, run_world
-from sparkdl.worker import Job
 
 PATIENCE_S = 120.0
 """Seconds for all processes to start, and for an epoch."""
@@ -75,12 +71,14 @@ def main() -> None:
             for network, epochs in EPOCHS.items()
         }
         measured = harness.interleave(turns, repeats=chosen.repeats)
-    medians, claims, of_each_repeat = {}, [], {}
+    medians: dict[str, dict[str, harness.Median]] = {}
+    claims = []
     for network, repeats in measured.items():
         rates = {side: [rate for each in repeats for rate in each[side]] for side in repeats[0]}
-        for side, all_ in rates.items():
-            name = f"{network}, {side}"
-            medians[name] = harness.show(name, all_, unit="samples/s", digits=0)
+        medians[network] = harness.show_each(rates, f"{network}, {{}}", unit="samples/s", digits=0)
+        if ALONE in rates:
+            ratios = {side: _ratios(rates, side, ALONE) for side in rates if side != ALONE}
+            harness.show_each(ratios, f"{network}, {{}} / {ALONE}", unit="", digits=3)
         for ours, peer, target in CLAIMS[network]:
             if ours in rates and peer in rates:
                 name = f"{ours} / {peer}, {network}"
@@ -90,19 +88,11 @@ def main() -> None:
                         ratio=harness.show(name, _ratios(rates, ours, peer), unit="", digits=3),
                         target=target,
                         at_least=True,
-                        ours=medians[f"{network}, {ours}"],
-                        peer=medians[f"{network}, {peer}"],
+                        ours=medians[network][ours],
+                        peer=medians[network][peer],
                     )
                 )
-                of_each_repeat[name] = [
-                    round(statistics.median(_ratios(each, ours, peer)), 3) for each in repeats
-                ]
-        for side in rates:
-            if ALONE in rates and side != ALONE:
-                name = f"{side} / {ALONE}, {network}"
-                harness.show(name, _ratios(rates, side, ALONE), unit="", digits=3)
-    detail = {"median_samples_per_second": medians, "ratio_of_each_repeat": of_each_repeat}
-    harness.report("throughput", claims, detail)
+    harness.report("throughput", claims, {"median_samples_per_second": medians})
 
 
 def _ratios(rates: Rates, ours: str, peer: str) -> list[float]:
@@ -131,20 +121,17 @@ def compare(folder: Path, network: str, device: str, epochs: int) -> Rates:
             for side, (exchange, ranks, threads) in PEERS.items()
             if device == "cpu" or side == DDP
         }
-        seconds = in_turns(address, sides, warm_up=WARM_UP, epochs=epochs)
+        seconds = in_turns(address, sides, epochs)
     return {side: [digits.TRAIN_ROWS / each for each in all_] for side, all_ in seconds.items()}
 
 
-def in_turns(
-    address: str, sides: Mapping[str, Side], *, warm_up: int, epochs: int
-) -> dict[str, list[float]]:
+def in_turns(address: str, sides: Mapping[str, Side], epochs: int) -> dict[str, list[float]]:
     """Train every side and measure its epochs.
 
     Args:
         address: path of a socket to create.
         sides: by name.
-        warm_up: epochs that are not measured.
-        epochs: epochs that are measured.
+        epochs: how many are measured, after the first ones.
 
     Returns:
         Seconds of each epoch, by side.
@@ -162,15 +149,13 @@ def in_turns(
             member.settimeout(PATIENCE_S)
             members[member.recv(100).decode()].append(member)
         seconds: dict[str, list[float]] = {side: [] for side in sides}
-        for epoch in range(warm_up + epochs):
+        for epoch in range(WARM_UP + epochs):
             # The order alternates, in case it matters.
             for side in list(sides)[:: 1 if epoch % 2 else -1]:
-                elapsed = _train_epoch(members[side])
-                if epoch >= warm_up:
-                    seconds[side].append(elapsed)
+                seconds[side].append(_train_epoch(members[side]))
         for training in running:
             training.result(PATIENCE_S)
-    return seconds
+    return {side: all_[WARM_UP:] for side, all_ in seconds.items()}
 
 
 def _train_epoch(members: list[socket.socket]) -> float:
@@ -183,11 +168,17 @@ def _train_epoch(members: list[socket.socket]) -> float:
     return time.perf_counter() - start
 
 
+@dataclass(frozen=True)
 class _InTurns:
-    """A strategy of which each epoch waits for its turn."""
+    """A strategy of which each epoch waits for its turn.
 
-    address: str
-    side: str
+    Args:
+        address: path of the socket of ``in_turns``.
+        side: the side that the worker belongs to.
+    """
+
+    address: str = ""
+    side: str = ""
 
     def train_epoch(self, run: Run, state: Any, batches: Iterable[Batch]) -> None:
         """Train an epoch as usual, once it may begin."""
@@ -201,34 +192,15 @@ class _InTurns:
 class AllReduceInTurns(_InTurns, GradientAllReduce):
     """``GradientAllReduce`` in turns."""
 
-    address: str = ""
-    side: str = ""
-
 
 @dataclass(frozen=True)
 class AveragingInTurns(_InTurns, ParameterAveraging):
     """``ParameterAveraging`` in turns."""
 
-    address: str = ""
-    side: str = ""
-
 
 def ours(strategy: Strategy[Any], folder: Path, network: str, epochs: int, device: str) -> None:
     """Trains ``epochs`` epochs on two workers."""
-    job = Job(
-        model=digits.BUILDERS[network],
-        loss=nn.CrossEntropyLoss(),
-        optimizer=digits.make_optimizer,
-        strategy=strategy,
-        schema=FeedSchema(
-            (ColumnSpec("features", torch.float32, (digits.PIXELS,)),),
-            ColumnSpec("label", torch.int64),
-        ),
-        epochs=epochs,
-        batch_size=digits.BATCH_SIZE,
-        seed=7,
-        deadline_s=PATIENCE_S,
-    )
+    job = digits.job(strategy, model=digits.BUILDERS[network], epochs=epochs, deadline_s=PATIENCE_S)
     rows = [digits.read_rows(digits.shard_path(folder, rank)) for rank in range(digits.WORKERS)]
     shards = [
         batches_of(ROWS_A_RECORD_BATCH, features=features.numpy(), label=labels.numpy())
@@ -240,8 +212,12 @@ def ours(strategy: Strategy[Any], folder: Path, network: str, epochs: int, devic
 
 def peer(side: str, ranks: int, threads: int, exchange: str, *given: Any) -> None:
     """Trains as many epochs under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     script = harness.FOLDER / "peers" / "ddp.py"
-    harness.torchrun(script, *map(str, (side, threads, exchange, *given)), processes=ranks)
+    harness.run_to_end(
+        [sys.executable, *launcher, script, *map(str, (side, threads, exchange, *given))],
+        environment=harness.child_environment() | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 if __name__ == "__main__":

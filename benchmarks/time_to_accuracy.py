@@ -12,12 +12,11 @@ its own time; the snapshots are evaluated when the fit is over, so that nobody's
 test rows. What counts is the time of the first snapshot that reaches the accuracy: the time to
 return the model and to end is not counted (which favours contenders that end slowly).
 
-A turn is a fresh session of each contender, of the same kind (``fit_session.py``), with a first fit
-and some later ones, each with other initial values and another order of rows; all contenders get
-the same seeds. Where ``create_session`` starts it, a first fit counts from the session's start.
+A turn is a fresh session of each contender, built by the user, with a first fit and some later
+ones, each with other initial values and another order of rows; all contenders get the same seeds.
 
-``--search`` first finds each contender's best settings, by later fits of plain sessions, and then
-measures with these; they are printed to be put down in ``SETTINGS``. It judges by validation rows,
+``--search`` first finds each contender's best settings, by later fits, and then measures with
+these; they are printed to be put down in ``SETTINGS``. It judges by validation rows,
 which share no image with the test rows, and uses seeds that no turn uses. Each contender tries as
 many settings as the others: the neighbours of the best so far, learning rates by steps of half as
 much again, until every contender's best has been compared with all of its neighbours. A learning
@@ -34,9 +33,7 @@ import json
 import math
 import random
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,9 +46,8 @@ import fit_session
 import harness
 import torch
 from accuracy_curves import take_module
-from peers import averaging_loop
+from peers import averaging_loop, ddp
 from pyspark.sql import SparkSession
-from torch import nn
 
 WANTED = 0.95
 TARGET = 0.35
@@ -102,10 +98,8 @@ def main() -> None:
     )
     options.add_argument("--search", action="store_true", help="find each one's best settings")
     options.add_argument("--plot", type=Path, help="where to draw the curves, an SVG or PNG file")
-    fit_session.add_option(options, default="plain")
     chosen = harness.parse(options, repeats=3, child=fits_of_a_session)
     contenders = chosen.contender or [*CONTENDERS]
-    kinds = chosen.session or ["plain"]
     if not all(set(contenders) & {*side} for side in (OURS, SPARK_PEERS)):
         options.error("--contender: one of ours and one Spark peer are needed to compare")
     settings = dict(SETTINGS)
@@ -115,39 +109,25 @@ def main() -> None:
         if chosen.search:
             (folder / "validation").mkdir()
             digits.write(folder / "validation", validation=True)
-            sessions = {
-                each: session_of(each, "plain", folder / "validation") for each in contenders
-            }
+            sessions = {each: session_of(each, folder / "validation") for each in contenders}
             settings |= search(sessions, chosen.repeats)
-        runs = {}
-        for kind in kinds:
-            turns = {
-                each: turn(each, session_of(each, kind, folder), settings[each])
-                for each in contenders
-                if each != "elephas" or kind == "plain"  # it has a Spark of its own
-            }
-            runs[kind] = harness.interleave(turns, repeats=chosen.repeats)
+        turns = {each: turn(each, session_of(each, folder), settings[each]) for each in contenders}
+        runs = harness.interleave(turns, repeats=chosen.repeats)
     if chosen.plot is not None:
-        accuracy_curves.draw(runs[kinds[0]], WANTED, chosen.plot)
+        accuracy_curves.draw(runs, WANTED, chosen.plot)
     report(runs, settings)
 
 
-def session_of(name: str, kind: str, folder: Path) -> Session:
+def session_of(name: str, folder: Path) -> Session:
     """Returns a function that runs the fits of a plan in a fresh session of a contender."""
-    python = harness.peer_python("elephas") if name == "elephas" else Path(sys.executable)
-    environment = harness.child_environment(python)
-    options: dict[str, Any] = {"environment": environment, "timeout": SESSION_TIMEOUT_SECONDS}
 
     def session(plan: Sequence[dict[str, Any]]) -> Fits:
+        limit = SESSION_TIMEOUT_SECONDS
         if name == "elephas":
-            job = harness.FOLDER / "peers" / "elephas_job.py"
-            child = harness.run_child([python, job, folder, json.dumps(plan)], **options)
+            told = fit_session.elephas(folder, json.dumps(plan), "tensorflow", timeout=limit)
         else:
-            child = harness.call_child(__file__, kind, name, str(folder), plan, **options)
-        fits: Fits = child["fits"]
-        if kind == "created":
-            first = fits[0]["curve"]
-            fits[0]["curve"] = [(child["session"] + at, accuracy) for at, accuracy in first]
+            told = harness.call_child(__file__, name, str(folder), plan, timeout=limit)
+        fits: Fits = told["fits"]
         return fits
 
     return session
@@ -166,7 +146,6 @@ def fit_ours(
 ) -> None:
     """Fits a TorchEstimator; rank 0 takes a snapshot as each epoch begins, of the one before."""
     import sparkdl
-    from sparkdl import TorchEstimator
     from sparkdl.callbacks import WorkerCallback, WorkerStep
     from sparkdl.errors import NonFiniteError
 
@@ -175,17 +154,11 @@ def fit_ours(
             if step.rank == 0 and step.epoch > 1 and step.step_of_epoch == 1:
                 take_module(snapshots, step.model)
 
-    estimator = TorchEstimator(
-        model=digits.build_mlp,
-        loss=nn.CrossEntropyLoss(),
+    estimator = fit_session.estimator(
         optimizer=partial(digits.make_optimizer, lr=learning_rate),
         strategy=getattr(sparkdl, strategy)(**settings),
         epochs=epochs,
-        batchSize=digits.BATCH_SIZE,
-        numWorkers=digits.WORKERS,
-        device="cpu",
         seed=seed,
-        progress=False,
         callbacks=[Snapshots()],
     )
     try:
@@ -200,7 +173,7 @@ def fit_torch_distributor(
 ) -> None:
     """Runs DDP with TorchDistributor; rank 0 takes the snapshots."""
     taking = partial(take_module, snapshots)
-    fit_session.distributed(data, epochs, on_epoch=taking, **settings)
+    fit_session.distributed(ddp.train, data, epochs, on_epoch=taking, **settings)
 
 
 def fit_averaging_loop(spark: SparkSession, data: Path, snapshots: Path, **settings: Any) -> None:
@@ -247,18 +220,12 @@ FITS: dict[str, Callable[..., None]] = {
 }
 
 
-def fits_of_a_session(kind: str, name: str, data: str, plan: list[Any]) -> dict[str, Any]:
-    """Fits as the plan says in one fresh session, in which no job runs before the first fit.
-
-    Returns:
-        What accuracy_curves.py says of the fits, and the seconds that the session took to start.
-    """
-    started = time.time()
-    spark = fit_session.start_session(kind)
-    session = round(time.time() - started, 3)
+def fits_of_a_session(name: str, data: str, plan: list[Any]) -> dict[str, Any]:
+    """Fits as the plan says in one fresh session, in which no job runs before the first fit."""
+    spark = fit_session.start_session("plain")
     measured = accuracy_curves.fits(partial(FITS[name], spark), Path(data), plan)
     spark.stop()
-    return {"session": session, "fits": measured}
+    return {"fits": measured}
 
 
 def turn(name: str, session: Session, settings: Mapping[str, Any]) -> Callable[[], Fits]:
@@ -409,46 +376,33 @@ def last_accuracy(fit: Mapping[str, Any]) -> float:
     return float(fit["curve"][-1][1]) if fit["curve"] else 0.0
 
 
-def report(runs: Mapping[str, dict[str, list[Fits]]], settings: Mapping[str, Any]) -> None:
+def report(runs: Mapping[str, list[Fits]], settings: Mapping[str, Any]) -> None:
     """Prints medians and claims, and the JSON line.
 
     Args:
-        runs: by kind of session and contender.
+        runs: by contender.
         settings: by contender.
     """
-    medians: dict[str, dict[str, float]] = {}
-    for kind, sessions_of in runs.items():
-        for which, part in {"later fits": slice(1, None), "first fit": slice(1)}.items():
-            medians[f"{which}, {kind}"] = {
-                name: harness.show(
-                    f"{name}, {which}, {kind}",
-                    [seconds_to(fit) for fits in sessions for fit in fits[part]],
-                    digits=2,
-                )
-                for name, sessions in sessions_of.items()
-            }
-        for name, sessions in sessions_of.items():
-            ends = [last_accuracy(fit) for fits in sessions for fit in fits]
-            label = f"{name}, test accuracy after {EPOCHS} epochs, {kind}"
-            harness.show(label, ends, unit="", digits=3)
-    for which, seconds in medians.items():
-        if ALONE in seconds:
-            ours = min(seconds[name] for name in OURS if name in seconds)
-            print(f"best of ours / {ALONE}, {which}: {ours / seconds[ALONE]:.2f}")
-    claims = [claim for which in medians for claim in claims_of(which, medians[which])]
-    measured = {
-        "accuracy": WANTED,
-        "median_seconds": {
-            which: {name: each if math.isfinite(each) else None for name, each in seconds.items()}
-            for which, seconds in medians.items()
-        },
-        "settings": settings,
-        "fits": next(iter(runs.values())),
+    medians = {}
+    for which, part in {"later fits": slice(1, None), "first fit": slice(1)}.items():
+        seconds = {
+            name: [seconds_to(fit) for fits in sessions for fit in fits[part]]
+            for name, sessions in runs.items()
+        }
+        medians[which] = harness.show_each(seconds, f"{{}}, {which}", digits=2)
+        if ALONE in runs:
+            ours = min(medians[which][name] for name in OURS if name in runs)
+            print(f"best of ours / {ALONE}, {which}: {ours / medians[which][ALONE]:.2f}")
+    ends = {
+        name: [last_accuracy(fit) for fits in sessions for fit in fits]
+        for name, sessions in runs.items()
     }
-    harness.report("time_to_accuracy", claims, measured)
+    harness.show_each(ends, f"{{}}, test accuracy after {EPOCHS} epochs", unit="", digits=3)
+    claims = [claim for which in medians for claim in claims_of(which, medians[which])]
+    harness.report("time_to_accuracy", claims, {"settings": settings, "fits": runs})
 
 
-def claims_of(which: str, seconds: dict[str, float]) -> list[harness.Claim]:
+def claims_of(which: str, seconds: Mapping[str, float]) -> list[harness.Claim]:
     """Returns ours / the best Spark peer, and the other ratios for those who want to choose."""
     ours, best = (
         min((name for name in names if name in seconds), key=seconds.__getitem__)

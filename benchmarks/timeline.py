@@ -99,7 +99,7 @@ def run(folder: Path, kind: str, later: int) -> list[tuple[float, float]]:
     (folder / "site" / "sitecustomize.py").write_text(SITE.format(here=here, folder=samples))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     digits.write(folder / "digits")
-    conf = fit_session.CONF | {
+    conf = {
         "spark.eventLog.enabled": "true",
         "spark.eventLog.dir": (folder / "events").as_uri(),
         "spark.eventLog.compress": "false",
@@ -169,8 +169,8 @@ def table(
         mark = "  <- first step" if since <= first_step < until else ""
         yield f"{index * BIN_S:5.1f} s  spark: {', '.join(active) or 'nothing'}{mark}"
         for process, name in names.items():
-            counts = processes_did.get(process)
-            for what, count in counts.most_common(3) if counts else ():
+            counts = processes_did.get(process, collections.Counter())
+            for what, count in counts.most_common(3):
                 if 4 * count >= counts.total():
                     yield f"         {name}: {100 * count // counts.total():3d} % {what}"
 

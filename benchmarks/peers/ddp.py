@@ -6,7 +6,6 @@ reduce gradients with DistributedDataParallel, or never exchange; one rank alone
 """
 
 import functools
-import json
 import os
 import socket
 import sys
@@ -113,8 +112,6 @@ def main() -> None:
         if kind == "cuda":
             torch.cuda.synchronize(device)
         turn.done()
-    if dist.get_rank() == 0:
-        print(json.dumps({"epochs": int(epochs)}), flush=True)
     dist.barrier()
     # torch 2.13 now and then aborts on exit with "terminate called without an active exception";
     # everything is measured by then.

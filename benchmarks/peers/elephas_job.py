@@ -11,14 +11,15 @@ before the clock starts.
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accuracy_curves
 import digits
+import fit_session
+import harness
 import keras  # type: ignore[import-not-found]
 import numpy as np
 from elephas import spark_model  # type: ignore[import-not-found]
@@ -26,18 +27,10 @@ from elephas.utils.rdd_utils import to_simple_rdd  # type: ignore[import-not-fou
 from pyspark import RDD
 from pyspark.sql import SparkSession
 
-
-def session() -> SparkSession:
-    """Returns a session with the other contenders' settings."""
-    return (
-        SparkSession.builder.master(f"local-cluster[{digits.WORKERS},1,2048]")
-        .config("spark.executor.memory", "2048m")
-        .config("spark.ui.enabled", "false")
-        .config("spark.executorEnv.OMP_NUM_THREADS", "1")
-        .config("spark.executorEnv.TF_NUM_INTRAOP_THREADS", "1")
-        .config("spark.executorEnv.TF_NUM_INTEROP_THREADS", "1")
-        .getOrCreate()
-    )
+ONE_THREAD = {
+    f"spark.executorEnv.{name}": "1"
+    for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+}
 
 
 def build_model(learning_rate: float = digits.LEARNING_RATE) -> keras.Model:
@@ -64,7 +57,7 @@ def read(spark: SparkSession, folder: Path) -> RDD[Any]:
 
 
 def fit(
-    rows: RDD[Any], epochs: int, *, learning_rate: float = digits.LEARNING_RATE, seed: int = 7
+    rows: RDD[Any], *, epochs: int, learning_rate: float = digits.LEARNING_RATE, seed: int = 7
 ) -> keras.Model:
     """Trains in both executors; returns the averaged model."""
     keras.utils.set_random_seed(seed)
@@ -81,17 +74,8 @@ def accuracy(model: keras.Model, folder: Path) -> float:
     return float((predicted == labels.numpy()).mean())
 
 
-def fit_and_watch(
-    rows: RDD[Any], data: Path, snapshots: Path, *, seed: int, epochs: int, learning_rate: float
-) -> None:
-    """Trains in both executors, and takes the snapshots."""
-    with averages_are_taken(snapshots):
-        fit(rows, epochs, learning_rate=learning_rate, seed=seed)
-
-
-@contextmanager
-def averages_are_taken(snapshots: Path) -> Iterator[None]:
-    """Has elephas take a snapshot of each new average."""
+def fit_and_watch(rows: RDD[Any], data: Path, snapshots: Path, **settings: Any) -> None:
+    """Trains in both executors, and takes a snapshot of each new average."""
     average = spark_model.average_and_subtract
 
     def watched(*arguments: Any) -> Any:
@@ -100,33 +84,22 @@ def averages_are_taken(snapshots: Path) -> Iterator[None]:
         accuracy_curves.take(snapshots, (np.asarray(each).T for each in weights))
         return weights
 
-    spark_model.average_and_subtract = watched
-    try:
-        yield
-    finally:
-        spark_model.average_and_subtract = average
-
-
-def twice(rows: RDD[Any], folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Fits twice; returns what it measured."""
-    measured = []
-    for number in range(2):
-        called = time.time()
-        model = fit(rows, digits.EPOCHS, seed=seed + number)
-        seconds = time.time() - called
-        score = round(accuracy(model, folder), 4)
-        measured.append({"seconds": round(seconds, 3), "first_step": None, "accuracy": score})
-    return measured
+    with mock.patch.object(spark_model, "average_and_subtract", watched):
+        fit(rows, **settings)
 
 
 def main(folder: Path, given: int | list[dict[str, Any]]) -> None:
     """Fits in one fresh session, twice or as a plan says, and prints what was measured."""
     started = time.time()
-    spark = session()
+    spark = harness.session(conf=ONE_THREAD)
     started_in = time.time() - started
     rows = read(spark, folder)
     if isinstance(given, int):
-        fits = twice(rows, folder, given)
+        fits = fit_session.two_fits(
+            lambda seed: (fit(rows, seed=seed, epochs=digits.EPOCHS), None),
+            partial(accuracy, folder=folder),
+            given,
+        )
     else:
         fits = accuracy_curves.fits(partial(fit_and_watch, rows), folder, given)
     spark.stop()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 from petastorm.pytorch import (  # type: ignore[import-not-found]
     BatchedDataLoader,
     InMemBatchedDataLoader,
@@ -21,19 +22,12 @@ from petastorm.spark import (  # type: ignore[import-not-found]
     SparkDatasetConverter,
     make_spark_converter,
 )
-from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 
 def main(folder: Path, rows: int, batch_size: int, repeats: int) -> None:
     """Measures and prints."""
-    spark = (
-        SparkSession.builder.master("local-cluster[2,1,2048]")
-        .config("spark.executor.memory", "2048m")
-        .config("spark.ui.enabled", "false")
-        .config("spark.sql.files.maxPartitionBytes", "4g")
-        .getOrCreate()
-    )
+    spark = harness.session(conf={"spark.sql.files.maxPartitionBytes": "4g"})
     spark.sparkContext.setLogLevel("OFF")
     first, later = [], []
     with tempfile.TemporaryDirectory() as cache:
