@@ -37,11 +37,14 @@ def hits_empty_batch_loop(spark: SparkSession) -> bool:
     Args:
         spark: the session that calls the function.
     """
-    if int(spark.conf.get(_RECORDS) or 1) > 0:
-        return False
+    return int(spark.conf.get(_RECORDS) or 1) <= 0 and _passes_columns(spark)
+
+
+def _passes_columns(spark: SparkSession) -> bool:
+    """Whether Spark passes columns of columnar files to Python functions without making rows."""
     try:
         return (spark.conf.get(_COLUMNAR) or "").lower() == "true"
-    except PySparkException:  # an older Spark, which passes rows only
+    except PySparkException:  # an older Spark
         return False
 
 
@@ -66,11 +69,12 @@ def readable(dataset: DataFrame, column: InputColumn) -> DataFrame:
 
     Spark 4.3 cannot pass columns of user-defined types, like pyspark.ml's vectors, from a columnar
     file to a Python function (UNSUPPORTED_DATATYPE), nor anything without a limit of rows. A filter
-    turns them into rows first.
+    turns them into rows first; it is left out where it is not needed, as Spark calls a Python
+    function twice whose column it filters by.
     """
     if hits_empty_batch_loop(dataset.sparkSession):
         return dataset.where(F.spark_partition_id() >= 0)
-    if '"type":"udt"' not in dataset.schema.json():
+    if '"type":"udt"' not in dataset.schema.json() or not _passes_columns(dataset.sparkSession):
         return dataset
     value = column.expression()
     return dataset.where(value.isNull() | value.isNotNull())

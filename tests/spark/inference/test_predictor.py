@@ -17,7 +17,9 @@ import torch
 from every_row import every
 from frames import CLASSES, configured, estimator, frame, in_files, same_bits
 from pyspark.errors import PySparkException
+from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from subprocesses import printed_by
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -406,6 +408,21 @@ def test_columns_of_files_become_rows_in_compiled_code_in_a_session_of_create_se
     with configured(spark, {COLUMNAR: DEFAULTS[COLUMNAR]}):
         plan = model.transform(rows)._jdf.queryExecution().executedPlan().toString()
     assert "ColumnarToRow" in plan.split("ArrowEvalPython")[1]
+
+
+def test_a_function_that_makes_vectors_is_called_once_a_row(spark: SparkSession) -> None:
+    calls = spark.sparkContext.accumulator(0)
+
+    def vector(id: int) -> Any:
+        calls.add(1)
+        return Vectors.dense([float(id)])
+
+    made = F.udf(vector, VectorUDT(), useArrow=False)
+    rows = spark.range(0, 90, 1, 2).select(made("id").alias("features"))
+    model = TorchModel.from_module(nn.Linear(1, 1), torch.zeros(1, 1))
+    with configured(spark, {COLUMNAR: DEFAULTS[COLUMNAR]}):
+        assert len(model.transform(rows).select("prediction").collect()) == 90
+    assert calls.value == 90
 
 
 @pytest.mark.nightly
