@@ -1,4 +1,4 @@
-"""What safety costs: checkpoints and the watchdog, and a lost worker.
+"""What safety costs: checkpoints and the watchdog, a lost worker, and two that are added.
 
 ``epochs``: what checkpoints and the watchdog add to an epoch of a fit on four executors. In every
 second epoch the checkpoint of the one before is written and the watchdog is on, so that whatever
@@ -6,7 +6,9 @@ else the machine does hits both kinds of epochs alike. Workers keep the thread t
 watchdog in all epochs; it sleeps. ``losses``: four workers, each a process on this machine, train
 the network of the other benchmarks on synthetic digits, and one of the four is killed (kill -9)
 halfway. The cost is how much longer the job took than without; where the workers need each other
-(GradientAllReduce), all start again from the last commit.
+(GradientAllReduce), all start again from the last commit. ``changes``: two workers of a fit become
+four after its first epoch (``maxWorkers``); from its end to the first round of the four, beside the
+start of a later fit of four.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +31,14 @@ import fit_session
 import harness
 import numpy as np
 from harness import Claim
+from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl import create_session
+from sparkdl.callbacks import Callback, Training
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
-from sparkdl.events import EpochSummary
+from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.spark.diagnostics.watchdog import watched
+from sparkdl.spark.launch.spare_tasks import SpareTasks
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
 from sparkdl.testing import batches_of, run_world
 from sparkdl.testing.world import Shard
@@ -212,10 +218,85 @@ def costs_of_losses(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, 
     }
 
 
+class _Rounds(Callback):
+    """Notes when rounds are committed; holds the first epoch's end until others can be added."""
+
+    def __init__(self, spares: list[SpareTasks]) -> None:
+        self.at: list[tuple[int, float]] = []
+        self.ended = 0.0
+        self._spares = spares
+
+    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+        self.at.append((reports[0].epoch, time.monotonic()))
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        if summary.epoch == 1:
+            while self._spares and self._spares[-1].free < WORKERS - 2:
+                time.sleep(0.01)
+            self.ended = time.monotonic()
+
+    def first_of(self, epoch: int) -> float:
+        """When the first round of an epoch was committed."""
+        return min(at for each, at in self.at if each == epoch)
+
+
+def starts(
+    spark: SparkSession, rows: DataFrame, spares: list[SpareTasks], grows: bool
+) -> tuple[float, float]:
+    """Seconds until the first round of four workers, two of which may be new; and the last loss."""
+    rounds = _Rounds(spares if grows else [])
+    number = {"numWorkers": 2, "maxWorkers": WORKERS} if grows else {"numWorkers": WORKERS}
+    settings = {"strategy": AVERAGING, "callbacks": [rounds], "epochs": 4, **number}
+    estimator = fit_session.estimator(**settings)
+    began = time.monotonic()
+    history = estimator.fit(rows).history
+    assert history[-1].workers == WORKERS
+    seconds = rounds.first_of(2) - rounds.ended if grows else rounds.first_of(1) - began
+    return seconds, history[-1].loss
+
+
+def costs_of_changes(chosen: argparse.Namespace) -> tuple[list[Claim], dict[str, Any]]:
+    """What it costs that two workers become four."""
+    os.environ.update(harness.child_environment())
+    conf = {"spark.executor.memory": "512m"}
+    master, spares = f"local-cluster[{WORKERS},1,1024]", list[SpareTasks]()
+
+    class Noted(SpareTasks):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            spares.append(self)
+
+    spark = create_session("benchmark", master=master, conf={**harness.CONF, **conf})
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("sparkdl.estimator.estimator.SpareTasks", Noted),
+        ):
+            digits.write(Path(folder))
+            rows = fit_session.read(spark, Path(folder))
+            measure = partial(starts, spark, rows, spares)
+            measure(True)  # until then Python starts where workers are added
+            found = harness.interleave(
+                {
+                    "two become four": partial(measure, True),
+                    "a later fit of four": partial(measure, False),
+                },
+                repeats=chosen.repeats,
+            )
+    finally:
+        spark.stop()
+    seconds = {name: [each[0] for each in pairs] for name, pairs in found.items()}
+    ours, peer = harness.show_each(seconds).values()
+    name = "two workers become four, to their first round / a later fit of four"
+    losses = {name: [each[1] for each in pairs] for name, pairs in found.items()}
+    return [harness.claim(name, ours, peer, target=1.25)], {"s": seconds, "last loss": losses}
+
+
 def main() -> None:
     parts: dict[str, tuple[harness.Part, int, int]] = {
         "epochs": (costs_of_epochs, 1, 1),
         "losses": (costs_of_losses, 3, 1),
+        "changes": (costs_of_changes, 7, 2),
     }
     harness.measure_parts("recovery", harness.parser(__doc__), parts)
 
