@@ -33,6 +33,10 @@ class Slots(Protocol):
     def free(self) -> int:
         """How many workers could start now."""
 
+    @property
+    def ranks_a_task(self) -> int:
+        """How many workers can only start together."""
+
     def give(self) -> None:
         """Let a worker that was lost have one of the free slots."""
 
@@ -135,10 +139,12 @@ class Resize:
             self._given.add(rank)
             if self._slots.free:
                 self._slots.give()
-        if self._begun is None or not self._since(now - AWAY_S) or len(there) < self._fewest:
+        together = self._slots.ranks_a_task
+        left = len(there) // together * together
+        if self._begun is None or not self._since(now - AWAY_S) or left < self._fewest:
             return None
         logger.warning("%s did not come back in %.0f s", _named(self._away), AWAY_S)
-        return self._change(averager, self._begun, len(there))
+        return self._change(averager, self._begun, left)
 
     def _since(self, at: float) -> set[int]:
         return {rank for rank, since in self._away.items() if since <= at}

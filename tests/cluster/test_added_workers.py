@@ -20,7 +20,7 @@ from waiting import eventually
 
 from sparkdl import AsynchronousSGD, GradientAllReduce, ParameterAveraging
 from sparkdl.callbacks import Callback, Training
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator import estimator as fits
 from sparkdl.events import EpochSummary
 from sparkdl.spark.launch.spare_tasks import SpareTasks
@@ -121,6 +121,10 @@ def test_what_cannot_change_its_number_of_workers_is_refused_by_name(spark: Spar
             estimator(strategy=strategy, maxWorkers=3).fit(rows)
     with pytest.raises(ConfigError, match="maxWorkers is 1, but the fit begins with 2 workers"):
         estimator(maxWorkers=1).fit(rows)
+    with pytest.raises(ConfigError, match="shuffleRows='none' leaves"):
+        estimator(maxWorkers=3, shuffleRows="none").fit(rows)
+    with pytest.raises(DataError, match="maxWorkers is 100, but there are 60 rows"):
+        estimator(maxWorkers=100).fit(rows)
 
 
 def test_by_default_as_many_begin_as_there_are_slots_but_no_more_than_allowed(

@@ -6,7 +6,6 @@ import copy
 import itertools
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -56,6 +55,7 @@ class Free:
 
     after: Sequence[int]
     given: int = 0
+    ranks_a_task: int = 1
     asked: int = field(default=0)
 
     @property
@@ -317,7 +317,7 @@ def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
 ) -> None:
     """The others train that epoch from its start; nothing of the attempt before is in the model."""
     monkeypatch.setattr(serving, "LOOK_S", 0.02)
-    job = make_job(mlp(), epochs=3, max_failures=9, deadline_s=100_000.0, max_workers=3)
+    job = make_job(mlp(), epochs=3, max_failures=9, deadline_s=1e9, max_workers=3)
     clock, slots, seen = VirtualClock(), Free([]), list[int]()
 
     @contextmanager
@@ -337,13 +337,11 @@ def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
             def leave() -> None:
                 assert eventually(lambda: averager.progress.epoch == 2 and averager.progress.rounds)
                 proxy.__exit__(None, None, None)
-                while not averager.coordinator.ended:
-                    clock.step(averager)
-                    time.sleep(0.002)
 
             leaving = threading.Thread(target=leave)
             leaving.start()
-            yield
+            with clock.running_once(averager, lambda: bool(averager.losses)):
+                yield
             leaving.join(WAIT_S)
 
     outcome = run(job, 3, launch, slots=slots, now=clock)
@@ -410,6 +408,17 @@ def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it()
     assert snapshot.restart.progress is not None
     assert len(snapshot.restart.progress.positions) == 2
     assert resize.take() is None
+
+
+def test_of_tasks_with_several_workers_whole_ones_go_on() -> None:
+    job = make_job(mlp(), epochs=9, max_workers=8)
+    resize, served = Resize(job, Free([], ranks_a_task=2)), Served(6, set(range(6)))
+    averager: Any = served
+    resize.begin(averager)
+    served.there = {0, 1, 2, 4, 5}
+    assert resize.look(averager) is None
+    served.at = 60.0
+    assert resize.look(averager) == "6 workers become 4"
 
 
 def test_those_who_are_away_at_the_end_of_an_epoch_are_not_counted() -> None:

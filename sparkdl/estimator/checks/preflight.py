@@ -295,7 +295,7 @@ def _workers(
     if job.max_workers is not None:
         if settings.getNumWorkers() is None:
             num_workers = min(num_workers, job.max_workers)
-        _require_changeable(spark, job, num_workers, ranks)
+        _require_changeable(settings, spark, job, num_workers, ranks)
     if job.min_workers > num_workers:
         raise ConfigError(
             f"minWorkers is {job.min_workers}, but this fit has "
@@ -329,7 +329,9 @@ def _workers(
     )
 
 
-def _require_changeable(spark: SparkSession, job: Job, num_workers: int, ranks: int) -> None:
+def _require_changeable(
+    settings: FitSettings, spark: SparkSession, job: Job, num_workers: int, ranks: int
+) -> None:
     """Check that the number of workers may change."""
     most, name = job.max_workers or 0, type(job.strategy).__name__
     if is_of_connect(spark):
@@ -343,6 +345,11 @@ def _require_changeable(spark: SparkSession, job: Job, num_workers: int, ranks: 
             "themselves, or keep what no center holds, so that their number cannot change. Set "
             "numWorkers alone, or use a strategy that averages in the driver, such as "
             "ParameterAveraging"
+        )
+    if settings.getShuffleRows() == "none":
+        raise ConfigError(
+            "maxWorkers deals the rows to other numbers of workers, but shuffleRows='none' leaves "
+            "them in their partitions, of which there is one for each task. Drop one of the two"
         )
     if most < num_workers or most % ranks:
         raise ConfigError(

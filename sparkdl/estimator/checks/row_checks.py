@@ -305,8 +305,13 @@ class RowChecks:
         feed, most = plan.job.feed, max(statistics.shard_rows)
         if any(map(feed.reshuffles, range(1, plan.job.epochs + 1))):
             most = math.ceil(statistics.rows / len(statistics.shard_rows))
-        if plan.job.max_workers is not None:
-            most = min(most, math.ceil(statistics.rows / plan.job.max_workers))
+        if (workers := plan.job.max_workers) is not None:
+            if workers > statistics.rows:
+                raise DataError(
+                    f"maxWorkers is {workers}, but there are {counted(statistics.rows, 'row')} to "
+                    f"train on. Set it to at most {statistics.rows}"
+                )
+            most = min(most, math.ceil(statistics.rows / workers))
         if feed.drop_last and most < batch_size:
             raise DataError(
                 f"dropLast leaves nothing: the workers have at most {counted(most, 'row')}, but a "
@@ -325,23 +330,19 @@ def _warn_of_imbalance(plan: FitPlan, statistics: DataStatistics) -> None:
         )
 
 
-def evenly(rows: int, workers: int) -> list[int]:
-    """The rows of each worker where all have the same number, give or take one."""
-    share, left_over = divmod(rows, workers)
-    return [share + (rank < left_over) for rank in range(workers)]
-
-
 def _shard_rows(plan: FitPlan, statistics: DataStatistics) -> list[list[int]]:
     """The workers' rows in an epoch, in each of the ways in which they may be shared."""
     feed, epochs = plan.job.feed, range(1, plan.job.epochs + 1)
-    as_read, present = list(statistics.shard_rows), len(statistics.shard_rows)
-    most, numbers = plan.job.max_workers, {present}
-    if most is not None:
-        numbers |= set(range(plan.job.min_workers, most + 1))
-    even = [evenly(statistics.rows, number) for number in sorted(numbers)]
-    if most is not None or any(map(feed.reshuffles, epochs)):
-        return [*even, *([as_read] if feed.epochs_as_read else [])]
-    return [as_read]
+    exchanged = any(map(feed.reshuffles, epochs))
+    share, left_over = divmod(statistics.rows, len(statistics.shard_rows))
+    as_read = list(statistics.shard_rows)
+    even = [share + (rank < left_over) for rank in range(len(as_read))]
+    shares = [even, *([as_read] if feed.epochs_as_read else [])] if exchanged else [as_read]
+    if (most := plan.job.max_workers) is not None:
+        for number in range(plan.job.min_workers, most + 1):
+            share, left_over = divmod(statistics.rows, number)
+            shares.append([share, share + (left_over > 0)])  # no more than two differ
+    return shares
 
 
 def _check_last_minibatch(trial: Trial, plan: FitPlan, statistics: DataStatistics) -> None:
@@ -364,7 +365,7 @@ def _check_schedule(replica: Replica, job: Job, statistics: DataStatistics) -> N
     by_steps = job.scheduler_every == "step"
     rows = statistics.shard_rows
     if job.max_workers is not None:
-        rows = tuple(evenly(statistics.rows, job.min_workers))
+        rows = (math.ceil(statistics.rows / job.min_workers),) * job.min_workers
     steps = job.steps_before(job.epochs + 1, rows) if by_steps else job.epochs - 1
     require_steps(replica.optimizer, job.scheduler, steps)
 

@@ -59,7 +59,12 @@ class SpareTasks:
     @property
     def free(self) -> int:
         """How many workers could start now."""
-        return len(self._waiting) * self._workers.ranks_a_task
+        return len(self._waiting) * self.ranks_a_task
+
+    @property
+    def ranks_a_task(self) -> int:
+        """How many workers each task is."""
+        return self._workers.ranks_a_task
 
     def give(self) -> None:
         """End one of the tasks, for the next attempt of a lost worker's."""
