@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_row import every
 from frames import descended, estimator, frame, labels_of
 from hosts import Cluster, Host, Hosts, reason_not_to
 from models import DiesOnce, RowIds, row_ids
@@ -77,6 +78,24 @@ def test_a_worker_is_added_between_two_epochs_and_rows_are_dealt_anew(
     assert set(ids[2]) == set(ids[2][:20])  # the same share in both of its epochs
     assert Counter(i for of in ids.values() for i in of) == dict.fromkeys(range(ROWS), 3)
     assert model.summary.num_workers == 3
+
+
+@every("changes", [{"reshuffleEvery": 1}, {"storeIn": "memory"}, {"shuffleRows": "spark"}])
+def test_however_rows_travel_each_is_trained_on_once_an_epoch(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    trace = tmp_path / "ids"
+    model = grown(
+        monkeypatch,
+        frame(spark, rows=ROWS, partitions=4),
+        model=RowIds(str(trace)),
+        featuresCols=["features", "id"],
+        epochs=3,
+        **changes,
+    )
+    assert [row.workers for row in model.history] == [2, 3, 3]
+    seen = Counter(i for of in row_ids(trace).values() for i in of)
+    assert seen == dict.fromkeys(range(ROWS), 3)
 
 
 def test_it_trains_as_one_process_on_all_rows(
