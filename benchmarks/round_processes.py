@@ -18,7 +18,8 @@ import torch
 
 from sparkdl.averager.client.client import AveragerClient
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
+from sparkdl.averager.service.saving import Snapshot
+from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.errors import TrainingError

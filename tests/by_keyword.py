@@ -12,8 +12,8 @@ from sparkdl import driver
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.run_events import Progress, WorkerState
-from sparkdl.averager.service.saving import CheckpointPlan
-from sparkdl.averager.service.server import EdgeOptions, Snapshot
+from sparkdl.averager.service.saving import CheckpointPlan, Snapshot
+from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean
 from sparkdl.averager.values.wire_format import WireFormat

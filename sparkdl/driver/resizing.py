@@ -13,8 +13,8 @@ from typing import Protocol
 
 from sparkdl.averager.coordination.run_state import Restart
 from sparkdl.averager.messages.run_events import IN_MEMORY_BYTES, WorkerState
-from sparkdl.averager.service.saving import ResumedCheckpoint
-from sparkdl.averager.service.server import Averager, Snapshot
+from sparkdl.averager.service.saving import ResumedCheckpoint, Snapshot
+from sparkdl.averager.service.server import Averager
 from sparkdl.errors import ConfigError
 from sparkdl.worker import Job
 

@@ -28,7 +28,7 @@ from waiting import WAIT_S, eventually
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Restart
 from sparkdl.averager.messages.run_events import Progress
-from sparkdl.averager.service.server import Snapshot
+from sparkdl.averager.service.saving import Snapshot
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, serving

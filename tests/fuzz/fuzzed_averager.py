@@ -16,8 +16,8 @@ from fuzzer import Fault, Target, require_threads_gone
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.headers import window_header
-from sparkdl.averager.service.saving import CheckpointPlan
-from sparkdl.averager.service.server import Averager, EdgeOptions, Snapshot
+from sparkdl.averager.service.saving import CheckpointPlan, Snapshot
+from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
 from sparkdl.checkpoint.policy import CheckpointPolicy

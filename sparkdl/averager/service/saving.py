@@ -11,12 +11,13 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparkdl.averager.coordination.run_state import Restart
 from sparkdl.averager.messages.run_events import Progress, WorkerState
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
@@ -264,3 +265,35 @@ class ResumedCheckpoint:
                 f"{self.saved.path} belongs to a different model: its {what} holds {found}"
             )
         return {name: tensor_of(self.saved.contents[f"{prefix}{name}"]) for name in due}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """How far a training has come, with its values; an averager owns them from then on.
+
+    Attributes:
+        center: a tensor of ``center_dtype`` for each segment of the layout.
+        memory: what the center's update remembers; None if it starts fresh.
+        restart: how far the training of ``center`` has come.
+        kept_model: the copy of the center kept up to then, if any.
+        resumed: the checkpoint that this process started from, if there was one.
+    """
+
+    center: Sequence[Tensor]
+    memory: Memory | None = None
+    restart: Restart = field(default_factory=Restart)
+    kept_model: KeptModel | None = None
+    resumed: ResumedCheckpoint | None = None
+
+    def copied(self) -> Snapshot:
+        """The same with values of its own."""
+        memory = self.memory
+        return replace(
+            self,
+            center=[values.clone() for values in self.center],
+            memory=memory and [{key: each.clone() for key, each in of.items()} for of in memory],
+        )
+
+    def resized(self, world_size: int) -> Snapshot:
+        """The same for another number of workers, at the start of an epoch."""
+        return replace(self, restart=self.restart.resized(world_size), resumed=None)

@@ -12,24 +12,22 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import methodcaller
 from typing import Any
 
-from torch import Tensor
-
 from sparkdl.averager.coordination.actions import Decision, Event, P
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member
-from sparkdl.averager.coordination.run_state import Restart, RunSpec
+from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.messages.headers import stopped_header
 from sparkdl.averager.messages.run_events import Progress, RunEvent, TimePassed, WorkerLost
 from sparkdl.averager.service.conversation import Worker
-from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint, Saving
+from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, Saving, Snapshot
 from sparkdl.averager.values.center import Center, CenterSpec
-from sparkdl.averager.values.center_update import Contributions, Memory
+from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.feed.statistics.shards import DataStatistics
@@ -57,38 +55,6 @@ class EdgeOptions:
     ports: tuple[int, int] | None = None
     tls: bool = False
     now: Callable[[], float] = time.monotonic
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """How far a training has come, with its values; an averager owns them from then on.
-
-    Attributes:
-        center: a tensor of ``center_dtype`` for each segment of the layout.
-        memory: what the center's update remembers; None if it starts fresh.
-        restart: how far the training of ``center`` has come.
-        kept_model: the copy of the center kept up to then, if any.
-        resumed: the checkpoint that this process started from, if there was one.
-    """
-
-    center: Sequence[Tensor]
-    memory: Memory | None = None
-    restart: Restart = field(default_factory=Restart)
-    kept_model: KeptModel | None = None
-    resumed: ResumedCheckpoint | None = None
-
-    def copied(self) -> Snapshot:
-        """The same with values of its own."""
-        memory = self.memory
-        return replace(
-            self,
-            center=[values.clone() for values in self.center],
-            memory=memory and [{key: each.clone() for key, each in of.items()} for of in memory],
-        )
-
-    def resized(self, world_size: int) -> Snapshot:
-        """The same for another number of workers, at the start of an epoch."""
-        return replace(self, restart=self.restart.resized(world_size), resumed=None)
 
 
 class Averager(Service):

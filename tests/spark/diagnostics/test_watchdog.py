@@ -35,7 +35,8 @@ from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import STRAGGLER_S
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.service.server import EdgeOptions, Snapshot
+from sparkdl.averager.service.saving import Snapshot
+from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.driver import lifecycle
 from sparkdl.errors import DeadlineError, TrainingError, WorkerLostError

@@ -16,9 +16,9 @@ from support.simulation.workers import PRIME, trained
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
 from sparkdl.averager.messages.run_events import Position, Progress, RunEvent
-from sparkdl.averager.service.saving import Saving
+from sparkdl.averager.service.saving import Saving, Snapshot
 from sparkdl.averager.service.server import Averager as RealAverager
-from sparkdl.averager.service.server import EdgeOptions, Snapshot
+from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import WindowReport
 from sparkdl.feed.statistics.shards import DataStatistics
