@@ -71,7 +71,7 @@ def job(strategy: Strategy[Any], *, width: int = PIXELS, **settings: Any) -> Job
         width: of the column ``features``.
         settings: of ``Job``, where they are to differ.
     """
-    from sparkdl.feed.columns.schema import FeedSchema
+    from sparkdl.feed.schema import FeedSchema
     from sparkdl.protocols import ColumnSpec
     from sparkdl.worker import Job
 

@@ -50,9 +50,9 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.record_batches.packed import unpacked
+from sparkdl.feed.packed import unpacked
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.spark.cluster.network import network_of

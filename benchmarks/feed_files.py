@@ -30,7 +30,7 @@ import torch
 from linked_hosts import LinkedHosts, hear, tell
 from torch import Tensor, nn
 
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
 from sparkdl.process.torch_settings import keep_freed_memory
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from sparkdl import encodings
 from sparkdl.events import WindowReport
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging

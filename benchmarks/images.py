@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 
 PHOTOGRAPHS, QUICK_PHOTOGRAPHS = 4_000, 400

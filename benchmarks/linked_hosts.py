@@ -32,7 +32,7 @@ from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.collective import Network
 from sparkdl.driver import RunOptions, run
 from sparkdl.planner.profile import Profile
-from sparkdl.testing.world import Shard
+from sparkdl.testing import Shard
 from sparkdl.worker import Job, Placement, train
 
 FOLDER = Path(__file__).resolve().parent

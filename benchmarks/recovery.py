@@ -40,8 +40,7 @@ from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch.spare_tasks import SpareTasks
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
-from sparkdl.testing import batches_of, run_world
-from sparkdl.testing.world import Shard
+from sparkdl.testing import Shard, batches_of, run_world
 from sparkdl.worker import Job
 
 WORKERS = 4

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.client import AveragerClient
 from sparkdl.averager.coordination.run_state import RunSpec
 from sparkdl.averager.service.saving import Snapshot
 from sparkdl.averager.service.server import Averager, EdgeOptions
@@ -24,7 +24,7 @@ from sparkdl.averager.values.center import CenterSpec
 from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.connecting import ServiceAddress
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparkdl import driver
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.run_events import Progress, WorkerState
+from sparkdl.averager.run_events import Progress, WorkerState
 from sparkdl.averager.service.saving import CheckpointPlan, Snapshot
 from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.averager.values.center import Center, CenterSpec

@@ -9,4 +9,4 @@ import multiprocessing
 
 FORKED = multiprocessing.get_context("forkserver")
 # As ``run_world`` has it: who starts the first process decides for all.
-FORKED.set_forkserver_preload(["sparkdl.testing.world", "pandas"])
+FORKED.set_forkserver_preload(["sparkdl.testing", "pandas"])

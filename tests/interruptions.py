@@ -18,7 +18,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
-from sparkdl.testing.world import _threads
+from sparkdl.testing import _threads
 from sparkdl.worker import Job
 
 

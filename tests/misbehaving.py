@@ -26,8 +26,7 @@ from sparkdl.averager import Averager
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.events import WindowReport
-from sparkdl.testing import run_world
-from sparkdl.testing.world import _processes, _threads
+from sparkdl.testing import _processes, _threads, run_world
 from sparkdl.worker import Job, Placement, train
 
 MARK = 777.0

@@ -30,7 +30,7 @@ from sparkdl.averager import Averager
 from sparkdl.errors import DeadlineError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.testing.world import _threads
+from sparkdl.testing import _threads
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

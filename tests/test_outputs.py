@@ -13,7 +13,7 @@ from models import ModelOutput
 from torch import Tensor
 
 from sparkdl.errors import ModelError
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.outputs import described, parts_of, pick, widths_of
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 

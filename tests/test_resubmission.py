@@ -23,15 +23,14 @@ from toys import classification, make_job
 from waiting import WAIT_S
 
 from sparkdl.averager import Averager
-from sparkdl.averager.messages.run_events import WorkersRestarted
+from sparkdl.averager.run_events import WorkersRestarted
 from sparkdl.callbacks import Callback, Training
 from sparkdl.callbacks.base import Calls
 from sparkdl.driver import Launch, run
 from sparkdl.errors import CallbackError, ConfigError, DataError, WorkerError, WorkerLostError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
-from sparkdl.testing import run_world
-from sparkdl.testing.world import _processes
+from sparkdl.testing import _processes, run_world
 from sparkdl.worker import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from sparkdl.averager import Averager
-from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.driver import as_builder
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.order import generator
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of

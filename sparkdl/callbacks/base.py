@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sparkdl.averager.messages.run_events import (
+from sparkdl.averager.run_events import (
     CheckpointSaved,
     EpochValidated,
     RoundCommitted,
@@ -27,8 +27,8 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.errors import CallbackError, SetupError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.redaction import without_credentials
 from sparkdl.report.recording import Recording
 from sparkdl.user_code.tracebacks import message_of

@@ -20,8 +20,8 @@ from sparkdl.arguments import convert_numbers
 from sparkdl.callbacks.base import Callback, Training, imported
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.outputs import parts_of
 from sparkdl.protocols import UNKNOWN
 from sparkdl.replica.replica import forward

@@ -18,7 +18,7 @@ from sparkdl.arguments import as_number, convert_numbers
 from sparkdl.callbacks.base import Callback, Training
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 
 logger = logging.getLogger(__name__)
 

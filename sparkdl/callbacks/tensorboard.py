@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sparkdl.callbacks.base import Callback, Training, imported
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.phases import PHASES
 from sparkdl.report.history import VALIDATION, metrics_of
 from sparkdl.report.page import save_report

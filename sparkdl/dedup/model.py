@@ -33,8 +33,8 @@ from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, re
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.persistence import DirectoryWriter, StageReader
 from sparkdl.spark.catalyst.versions import frame_of, table_of
+from sparkdl.spark.required import jvm_named, require_frame, require_session
 from sparkdl.spark.rows.columns import quoted
-from sparkdl.spark.session.required import jvm_named, require_frame, require_session
 
 FOUND, HASHES = "found.json", "hashes.parquet"
 COLUMNS = ["group", "word", "first", "rows", "dropped"]

@@ -24,8 +24,8 @@ from sparkdl.errors import DataError
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.estimator.persistence import DirectoryWriter, StageReader
 from sparkdl.spark.catalyst.versions import table_of
+from sparkdl.spark.required import jvm_named, require_frame
 from sparkdl.spark.rows.packing import small_record_batches
-from sparkdl.spark.session.required import jvm_named, require_frame
 
 logger = logging.getLogger(__name__)
 

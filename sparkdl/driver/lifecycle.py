@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparkdl.averager.coordination.membership import Tolerance, too_many_losses
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.run_events import WorkersRestarted
+from sparkdl.averager.run_events import WorkersRestarted
 from sparkdl.averager.service.saving import CheckpointPlan, Snapshot
 from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.averager.values.center import CenterSpec

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from sparkdl.averager.coordination.run_state import Restart
-from sparkdl.averager.messages.run_events import IN_MEMORY_BYTES, WorkerState
+from sparkdl.averager.run_events import IN_MEMORY_BYTES, WorkerState
 from sparkdl.averager.service.saving import ResumedCheckpoint, Snapshot
 from sparkdl.averager.service.server import Averager
 from sparkdl.errors import ConfigError

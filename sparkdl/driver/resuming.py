@@ -25,8 +25,8 @@ from sparkdl.checkpoint.identity import describe, describe_model, describe_optim
 from sparkdl.checkpoint.policy import CheckpointPolicy, difference, refuse, require_same
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import CheckpointError, PreemptedError
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec, Layout
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import WarmStart

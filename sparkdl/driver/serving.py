@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparkdl.averager.messages.run_events import (
+from sparkdl.averager.run_events import (
     EpochCounted,
     EpochValidated,
     Progress,
@@ -24,7 +24,7 @@ from sparkdl.averager.messages.run_events import (
     TimePassed,
     WorkerState,
 )
-from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, ResumedCheckpoint
 from sparkdl.averager.service.server import Averager
 from sparkdl.callbacks.base import Callback, Calls, Training
@@ -32,7 +32,7 @@ from sparkdl.driver.resizing import Resize
 from sparkdl.driver.resuming import has_ended, require_same_rows
 from sparkdl.errors import ConfigError, DataError, SparkDLError, TrainingError
 from sparkdl.events import MetricValue
-from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
+from sparkdl.feed.shards import DataStatistics, check_statistics
 from sparkdl.metrics import Metrics
 from sparkdl.planner.traffic import traffic_of
 from sparkdl.protocols import Layout

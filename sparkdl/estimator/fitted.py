@@ -47,8 +47,8 @@ from sparkdl.spark.inference.predictor import (
     not_of_one_output,
 )
 from sparkdl.spark.inference.shared_model import ModelSharing
+from sparkdl.spark.required import jvm_named, require_frame, require_session
 from sparkdl.spark.rows.columns import InputColumn, input_columns
-from sparkdl.spark.session.required import jvm_named, require_frame, require_session
 from sparkdl.user_code.needed_modules import pickled
 
 _PRECISIONS = {"own": None, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -30,7 +30,7 @@ from sparkdl.spark.catalyst.jvm import size_setting
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.launch.beside import ForwardedLogs, error_fields, read_stage, readable
 from sparkdl.spark.launch.stage_task import StartWorkers
-from sparkdl.spark.modules.shipping import ship
+from sparkdl.spark.shipping import ship
 from sparkdl.untrusted import read
 from sparkdl.user_code.needed_modules import pickled
 

@@ -21,13 +21,14 @@ from sparkdl.errors import ConfigError, ModelError
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.head import head_of
 from sparkdl.estimator.outputs import ChosenOutputs, require_any_length
-from sparkdl.feed.columns.schema import Ragged, inputs_described, model_inputs
+from sparkdl.feed.schema import Ragged, inputs_described, model_inputs
 from sparkdl.outputs import Widths, described, form_of, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.replica import forward
 from sparkdl.replica.buffers import left_as_it_was
 from sparkdl.replica.initial import has_lazy_parameters
+from sparkdl.spark.required import jvm_named, require_session
 from sparkdl.spark.rows.column_overrides import (
     ColumnOverrides,
     ImageColumns,
@@ -35,7 +36,6 @@ from sparkdl.spark.rows.column_overrides import (
     require_distinct,
 )
 from sparkdl.spark.rows.converters import function, optional
-from sparkdl.spark.session.required import jvm_named, require_session
 from sparkdl.user_code.exported import as_module
 from sparkdl.user_code.tracebacks import message_of
 

@@ -28,7 +28,7 @@ from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.estimator.params.declaration import DeclaredParams, described
 from sparkdl.redaction import shown
 from sparkdl.spark.catalyst.versions import searched_grid
-from sparkdl.spark.storage.files import fetch, publish
+from sparkdl.spark.files import fetch, publish
 
 OBJECTS = "objects.json"
 EXPECTED = {

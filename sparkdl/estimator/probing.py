@@ -18,7 +18,7 @@ from sparkdl.events import EpochSummary
 from sparkdl.planner.links import Link
 from sparkdl.planner.plan import WORKERS, Plan
 from sparkdl.spark.cluster.slots import gpu_profile, most_slots, ranks_a_task
-from sparkdl.spark.session.required import require_frame
+from sparkdl.spark.required import require_frame
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from tqdm import TqdmWarning
 
-from sparkdl.averager.messages.run_events import RunEvent as Event
-from sparkdl.averager.messages.run_events import WorkersRestarted, WorkerTimes
+from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.run_events import WorkersRestarted, WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.report.findings import UNEVEN
 from sparkdl.user_code.tracebacks import message_of

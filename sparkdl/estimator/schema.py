@@ -28,16 +28,16 @@ from sparkdl.estimator.params.training import (
     ValidationParams,
     WorkerParams,
 )
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import LossFunction, OptimizerBuilder
 from sparkdl.replica.losses import ModelLoss
+from sparkdl.spark.files import open_hadoop
 from sparkdl.spark.rows.column_overrides import (
     GROUPS_WITHOUT_PADDING,
     ColumnOverrides,
     require_distinct,
 )
 from sparkdl.spark.rows.columns import InputColumn, held_out_fraction, input_column, input_columns
-from sparkdl.spark.storage.files import open_hadoop
 
 
 class FitSettings(

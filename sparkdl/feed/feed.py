@@ -11,7 +11,6 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns.schema import BatchTransform, FeedSchema, bytes_of_rows
 from sparkdl.feed.minibatches import Minibatches
 from sparkdl.feed.order import (
     HELD_OUT,
@@ -19,9 +18,10 @@ from sparkdl.feed.order import (
     even_sizes,
     full_sizes,
 )
+from sparkdl.feed.partition_store import PartitionStore
 from sparkdl.feed.reading import OnRows, Reading
-from sparkdl.feed.statistics.shards import ShardStatistics
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.schema import BatchTransform, FeedSchema, bytes_of_rows
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.process.torch_settings import keep_freed_memory
 from sparkdl.protocols import Batch
 

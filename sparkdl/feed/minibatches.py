@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns.schema import BatchTransform, Column, FeedSchema, Ragged, cut
 from sparkdl.feed.order import stream_seed
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
+from sparkdl.feed.schema import BatchTransform, Column, FeedSchema, Ragged, cut
 from sparkdl.protocols import Batch
 
 CHUNK_BYTES = 4 << 20

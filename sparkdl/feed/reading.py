@@ -10,23 +10,23 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from sparkdl.feed.columns.schema import Column, FeedSchema, picked
-from sparkdl.feed.record_batches.decode import (
+from sparkdl.feed.column_statistics import (
+    ColumnStatistics,
+    places_from,
+    scan,
+)
+from sparkdl.feed.decode import (
     Decoded,
     decode,
     kept,
     small_parts,
     to_column,
 )
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN, POSITION_BITS
-from sparkdl.feed.statistics.column import (
-    ColumnStatistics,
-    places_from,
-    scan,
-)
-from sparkdl.feed.statistics.fingerprint import MODULUS, row_hashes
-from sparkdl.feed.statistics.shards import Part, ShardStatistics, unusable
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.fingerprint import MODULUS, row_hashes
+from sparkdl.feed.packed import ORDER_COLUMN, PLACE_COLUMN, POSITION_BITS
+from sparkdl.feed.partition_store import PartitionStore
+from sparkdl.feed.schema import Column, FeedSchema, picked
+from sparkdl.feed.shards import Part, ShardStatistics, unusable
 from sparkdl.protocols import ColumnSpec
 
 OnRows = Callable[[int], None]

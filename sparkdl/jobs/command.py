@@ -23,7 +23,7 @@ from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
 from sparkdl.estimator.model import TorchModel
 from sparkdl.jobs import logs
-from sparkdl.jobs.configuration.grammar import JobName, Settings, read_settings
+from sparkdl.jobs.grammar import JobName, Settings, read_settings
 from sparkdl.jobs.output import Location, Output, Run
 from sparkdl.jobs.result import (
     Exit,
@@ -37,8 +37,8 @@ from sparkdl.jobs.result import (
 from sparkdl.redaction import without_credentials
 from sparkdl.spark.catalyst.cluster import hadoop_files
 from sparkdl.spark.catalyst.versions import of_spark_3
-from sparkdl.spark.session.session import create_session
-from sparkdl.spark.storage.files import java_errors, open_hadoop
+from sparkdl.spark.files import java_errors, open_hadoop
+from sparkdl.spark.session import create_session
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, text_of
 
 RENAMING = ("hdfs", "viewfs")

@@ -12,7 +12,7 @@ from typing import Any
 from sparkdl.arguments import counted
 from sparkdl.callbacks import Callback, Training
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.redaction import without_credentials
 
 _steps = logging.getLogger("sparkdl.jobs.steps")

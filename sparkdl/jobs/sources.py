@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import ConfigError
-from sparkdl.spark.session.required import require_frame
+from sparkdl.spark.required import require_frame
 
 
 class Source(abc.ABC):

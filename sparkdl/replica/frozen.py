@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparkdl.checkpoint.tensor_file import octets_of
 from sparkdl.errors import ModelError, TrainingError
-from sparkdl.feed.statistics.fingerprint import odd_factors, weighted_sums
+from sparkdl.feed.fingerprint import odd_factors, weighted_sums
 
 BLOCK_BYTES = 1 << 18
 """How much is summed into each word that is hashed; takes a third of the time of hashing it all."""

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from sparkdl.checkpoint.tensor_file import octets_of
 from sparkdl.errors import ModelError
-from sparkdl.feed.columns.schema import FeedSchema, equal_rows
+from sparkdl.feed.schema import FeedSchema, equal_rows
 from sparkdl.protocols import ModelBuilder
 from sparkdl.replica import forward
 from sparkdl.replica.buffers import left_as_it_was

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sparkdl.errors import ModelError
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.outputs import parts_of
 from sparkdl.protocols import Batch, LossFunction, Targets
 from sparkdl.replica.losses import ClassIndexLoss, LossUse, MinibatchLoss, ModelLoss, is_known

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from sparkdl.averager.messages.run_events import (
+from sparkdl.averager.run_events import (
     EpochValidated,
     RunEvent,
     WorkerLost,
@@ -23,7 +23,7 @@ from sparkdl.averager.messages.run_events import (
     WorkerTimes,
 )
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.planner.traffic import Traffic
 from sparkdl.report.time_bins import TimeBins, array_of

@@ -32,8 +32,8 @@ from sparkdl.errors import (
     StoppedError,
     TrainingError,
 )
-from sparkdl.feed.columns.schema import Column, Ragged
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
+from sparkdl.feed.schema import Column, Ragged
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle.server import (
     LENGTHS_AT_ONCE,

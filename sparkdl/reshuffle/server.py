@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import DeadlineError, DisconnectedError, TrainingError
-from sparkdl.feed.columns.schema import Column, Ragged, bytes_of_rows
 from sparkdl.feed.order import HELD_OUT, full_sizes, stream_seed
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
+from sparkdl.feed.schema import Column, Ragged, bytes_of_rows
 from sparkdl.protocols import ColumnSpec
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import Connection

@@ -4,10 +4,10 @@
 ``compression`` and ``kfac``), ``asynchronous``, ``elastic``, ``gossip``, ``outer``, ``threshold``.
 """
 
-from sparkdl.averager.policies.round_policy import All as All
-from sparkdl.averager.policies.round_policy import Nobody as Nobody
-from sparkdl.averager.policies.round_policy import RoundPolicy as RoundPolicy
-from sparkdl.averager.policies.round_policy import RoundRobin as RoundRobin
+from sparkdl.averager.round_policy import All as All
+from sparkdl.averager.round_policy import Nobody as Nobody
+from sparkdl.averager.round_policy import RoundPolicy as RoundPolicy
+from sparkdl.averager.round_policy import RoundRobin as RoundRobin
 from sparkdl.averager.values.center_update import CenterUpdate as CenterUpdate
 from sparkdl.averager.values.center_update import Contributions as Contributions
 from sparkdl.averager.values.center_update import ReplaceByMean as ReplaceByMean
@@ -23,36 +23,36 @@ from sparkdl.averager.values.wire_format import WireFormat as WireFormat
 from sparkdl.strategies.all_reduce.adascale import AdaScale as AdaScale
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce as GradientAllReduce
 from sparkdl.strategies.all_reduce.hybrid import Hybrid as Hybrid
-from sparkdl.strategies.asynchronous.asynchronous_sgd import (
+from sparkdl.strategies.asynchronous_sgd import (
     AsynchronousOuterOptimizer as AsynchronousOuterOptimizer,
 )
-from sparkdl.strategies.asynchronous.asynchronous_sgd import AsynchronousSGD as AsynchronousSGD
-from sparkdl.strategies.asynchronous.asynchronous_sgd import (
+from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD as AsynchronousSGD
+from sparkdl.strategies.asynchronous_sgd import (
     DelayedNesterov as DelayedNesterov,
 )
-from sparkdl.strategies.asynchronous.barriers import ASP as ASP
-from sparkdl.strategies.asynchronous.barriers import BSP as BSP
-from sparkdl.strategies.asynchronous.barriers import PBSP as PBSP
-from sparkdl.strategies.asynchronous.barriers import PSSP as PSSP
-from sparkdl.strategies.asynchronous.barriers import SSP as SSP
-from sparkdl.strategies.asynchronous.barriers import Barrier as Barrier
-from sparkdl.strategies.asynchronous.barriers import Softsync as Softsync
+from sparkdl.strategies.barriers import ASP as ASP
+from sparkdl.strategies.barriers import BSP as BSP
+from sparkdl.strategies.barriers import PBSP as PBSP
+from sparkdl.strategies.barriers import PSSP as PSSP
+from sparkdl.strategies.barriers import SSP as SSP
+from sparkdl.strategies.barriers import Barrier as Barrier
+from sparkdl.strategies.barriers import Softsync as Softsync
 from sparkdl.strategies.base import Needs as Needs
 from sparkdl.strategies.base import Run as Run
 from sparkdl.strategies.base import Strategy as Strategy
 from sparkdl.strategies.color_trees import ColorTrees as ColorTrees
-from sparkdl.strategies.compression.base import Compression as Compression
-from sparkdl.strategies.compression.base import Compressor as Compressor
-from sparkdl.strategies.compression.one_bit_adam import OneBitAdam as OneBitAdam
-from sparkdl.strategies.compression.power_sgd import PowerSGD as PowerSGD
-from sparkdl.strategies.compression.power_sgd import TopK as TopK
-from sparkdl.strategies.elastic.elastic_averaging import ElasticAveraging as ElasticAveraging
-from sparkdl.strategies.gossip.gossip_averaging import GossipAveraging as GossipAveraging
+from sparkdl.strategies.compression import Compression as Compression
+from sparkdl.strategies.compression import Compressor as Compressor
+from sparkdl.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
+from sparkdl.strategies.gossip_averaging import GossipAveraging as GossipAveraging
 from sparkdl.strategies.kfac import KFACPreconditioner as KFACPreconditioner
-from sparkdl.strategies.outer.outer_optimizer import OuterOptimizer as OuterOptimizer
-from sparkdl.strategies.outer.outer_optimizer import OuterSGD as OuterSGD
+from sparkdl.strategies.one_bit_adam import OneBitAdam as OneBitAdam
+from sparkdl.strategies.outer_optimizer import OuterOptimizer as OuterOptimizer
+from sparkdl.strategies.outer_optimizer import OuterSGD as OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging as ParameterAveraging
-from sparkdl.strategies.threshold.threshold_gradient_sharing import (
+from sparkdl.strategies.power_sgd import PowerSGD as PowerSGD
+from sparkdl.strategies.power_sgd import TopK as TopK
+from sparkdl.strategies.threshold_gradient_sharing import (
     ThresholdGradientSharing as ThresholdGradientSharing,
 )
 

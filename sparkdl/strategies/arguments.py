@@ -14,7 +14,7 @@ state move that part of the way to their mean.
 
 ``predicted`` chooses k again in each round, after Teng & Wood 2018, "High Throughput Synchronous
 Distributed Stochastic Gradient Descent": by a model of how long workers take
-(``averager.policies.cutoff``), it waits for the number of workers that gives the most contributions
+(``averager.cutoff``), it waits for the number of workers that gives the most contributions
 per second.
 """
 
@@ -26,8 +26,8 @@ from dataclasses import field, fields
 from typing import Any, Literal, TypeVar, cast
 
 from sparkdl.arguments import as_number, convert_numbers
-from sparkdl.averager.policies.cutoff import BackupWorkers, PredictedCutoff
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.cutoff import BackupWorkers, PredictedCutoff
+from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
 

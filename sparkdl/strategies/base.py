@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from sparkdl.averager.messages.run_events import Position
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.run_events import Position
 from sparkdl.averager.values.center_update import CenterUpdate, ReplaceByMean
 from sparkdl.averager.values.wire_format import WireFormat
 from sparkdl.collective import Collective

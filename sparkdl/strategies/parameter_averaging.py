@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from sparkdl.averager.policies.round_policy import RoundPolicy
+from sparkdl.averager.round_policy import RoundPolicy
 from sparkdl.averager.values.wire_format import PARAMETER_CHANGES, WIRE_FORMATS, WireFormat
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica

@@ -15,8 +15,8 @@ from functools import partial
 import pyarrow as pa
 import torch
 
-from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.messages.headers import failure_header
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.headers import failure_header
 from sparkdl.errors import (
     CollectiveError,
     DeadlineError,

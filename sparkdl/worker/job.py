@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparkdl.averager.messages.run_events import Position
+from sparkdl.averager.run_events import Position
 from sparkdl.collective import Network
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.metrics import Metrics
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.process.torch_settings import TorchSettings

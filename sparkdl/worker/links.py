@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.client import AveragerClient
 from sparkdl.collective import Collective, join_collective
 from sparkdl.collective.network import local_address
 from sparkdl.collective.peers import Peers

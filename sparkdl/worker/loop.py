@@ -22,13 +22,13 @@ from typing import Any
 import pyarrow as pa
 from torch import Tensor
 
-from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.messages.run_events import Position
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.run_events import Position
 from sparkdl.errors import DisconnectedError, TrainingError
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import stream_seed
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.phases import COMPUTE, DECODE, READ
 from sparkdl.process.randomness import seed_worker
 from sparkdl.protocols import Batch, Targets

@@ -19,10 +19,10 @@ from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager, AveragerClient
 from sparkdl.averager.coordination.membership import Tolerance
-from sparkdl.averager.messages.run_events import RunEvent as Event
+from sparkdl.averager.run_events import RunEvent as Event
 from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.connection import Connection
 

@@ -14,13 +14,13 @@ from support.simulation.run import Outcome, simulate
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member, Tolerance
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, Schedule
-from sparkdl.averager.messages.run_events import Progress
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.run_events import Progress
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import ShardStatistics
 
 
 def shard(rows: int = 1, *, columns: int = 1, **found: Any) -> ShardStatistics:

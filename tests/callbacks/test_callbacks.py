@@ -15,17 +15,16 @@ import torch
 from every_row import every
 from toys import classification, make_job, mlp, schema
 
-from sparkdl.averager.messages.run_events import RoundCommitted
+from sparkdl.averager.run_events import RoundCommitted
 from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, TimeBudget, Training
 from sparkdl.callbacks.base import Calls
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import CallbackError, ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
-from sparkdl.testing import run_world
-from sparkdl.testing.world import Shard
+from sparkdl.testing import Shard, run_world
 from sparkdl.worker import Job
 
 SIZES = [24, 12]

@@ -18,7 +18,7 @@ from virtual_time import coordinator_of
 from waiting import eventually
 
 from sparkdl.averager import Averager
-from sparkdl.averager.messages.run_events import CheckpointSaved
+from sparkdl.averager.run_events import CheckpointSaved
 from sparkdl.callbacks import Callback, TensorBoard, TimeBudget, Training, TrainingReport
 from sparkdl.callbacks.base import QUICK_S, Calls
 from sparkdl.driver import Outcome, as_builder

@@ -27,7 +27,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError, SetupError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of, run_world

@@ -19,7 +19,7 @@ from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.module_files import SavedModule, load_module, write_module
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.durable.local_files import ASIDE
-from sparkdl.spark.storage.files import fetch, publish
+from sparkdl.spark.files import fetch, publish
 
 
 @pytest.fixture

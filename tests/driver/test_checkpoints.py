@@ -25,7 +25,7 @@ from toys import Data, classification, cnn, make_job, mlp, schema
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Checkpointing
-from sparkdl.averager.messages.run_events import Position, Progress
+from sparkdl.averager.run_events import Position, Progress
 from sparkdl.averager.service.saving import ResumedCheckpoint
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint import storage
@@ -36,12 +36,11 @@ from sparkdl.driver.resuming import require_progress, require_same_rows
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
 from sparkdl.events import EpochSummary, WindowReport, WindowSums
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce
-from sparkdl.testing import run_world
-from sparkdl.testing.world import _threads
+from sparkdl.testing import _threads, run_world
 from sparkdl.worker import Job
 
 

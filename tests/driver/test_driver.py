@@ -26,18 +26,17 @@ from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, schema, sparkdl_threads
 from waiting import eventually
 
-import sparkdl.testing.world
+import sparkdl.testing
 from sparkdl.averager import Averager
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, as_builder
 from sparkdl.errors import DataError, ModelError, TrainingError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
-from sparkdl.testing import batches_of, run_world
-from sparkdl.testing.world import _processes, _threads
+from sparkdl.testing import _processes, _threads, batches_of, run_world
 from sparkdl.worker import Job
 
 
@@ -45,7 +44,7 @@ from sparkdl.worker import Job
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Host and port of every averager that a run opens."""
     seen: list[tuple[str, int]] = []
-    threads = sparkdl.testing.world._threads
+    threads = sparkdl.testing._threads
 
     def spying(*args: Any) -> Any:
         launch = threads(*args)
@@ -56,7 +55,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return noting
 
-    monkeypatch.setattr(sparkdl.testing.world, "_threads", spying)
+    monkeypatch.setattr(sparkdl.testing, "_threads", spying)
     return seen
 
 
@@ -123,7 +122,7 @@ def test_an_error_of_the_launcher_ends_the_run() -> None:
 
 
 def threads_launch(job: Job, sizes: list[int], directory: Path) -> Any:
-    return sparkdl.testing.world._threads(job, classification(sizes).shards(), directory)
+    return sparkdl.testing._threads(job, classification(sizes).shards(), directory)
 
 
 def test_the_check_sees_the_statistics_before_any_worker_trains(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Restart
-from sparkdl.averager.messages.run_events import Progress
+from sparkdl.averager.run_events import Progress
 from sparkdl.averager.service.saving import Snapshot
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore
@@ -35,12 +35,11 @@ from sparkdl.driver import Outcome, serving
 from sparkdl.driver.resizing import Resize
 from sparkdl.errors import ConfigError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.report import TrainingSummary
 from sparkdl.strategies import ElasticAveraging, OuterOptimizer, ParameterAveraging
-from sparkdl.testing import batches_of
-from sparkdl.testing.world import _places, _processes, _threads, _train_in_thread
+from sparkdl.testing import _places, _processes, _threads, _train_in_thread, batches_of
 from sparkdl.worker import Job
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")

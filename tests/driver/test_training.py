@@ -23,8 +23,8 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import Batch, ColumnSpec
 from sparkdl.replica.losses import ModelLoss
 from sparkdl.strategies import ParameterAveraging

@@ -27,9 +27,9 @@ from sparkdl.checkpoint.module_files import SavedModule, read_module, write_modu
 from sparkdl.encodings import IMAGE, Encoding, encoding, known, named, register
 from sparkdl.encodings.scale import Scale
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.columns import _as_it_comes
 from sparkdl.spark.rows import columns

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from sparkdl import encodings
 from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.images import FORMATS
-from sparkdl.feed.record_batches.decode import decode
+from sparkdl.feed.decode import decode
 from sparkdl.protocols import ColumnSpec
 
 SPEC = ColumnSpec("i", torch.uint8, (3, 6, 8), encodings.IMAGE)
@@ -248,7 +248,7 @@ def moving_or_not(kind: str) -> bytes:
 MEASURE = """
 import pickle, re, sys
 import pyarrow as pa
-from sparkdl.feed.record_batches.decode import decode
+from sparkdl.feed.decode import decode
 
 def peaks():
     status = open("/proc/self/status").read()

@@ -37,7 +37,7 @@ from toys import (
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Outcome
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import (
     ColorTrees,

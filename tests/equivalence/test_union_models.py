@@ -35,8 +35,8 @@ from toys import classification, make_job, relative_error, sgd_on_union
 from sparkdl.averager.values.replica_codec import count_non_finite
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.replica import Replica
 from sparkdl.strategies import (

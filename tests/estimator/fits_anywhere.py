@@ -30,7 +30,7 @@ from sparkdl import (
 )
 from sparkdl.callbacks import EarlyStopping, TrainingReport, WorkerCallback, WorkerStep
 from sparkdl.errors import SparkDLError
-from sparkdl.spark.closures import sending
+from sparkdl.spark import sending
 
 Survived = dict[str, tuple[list[float], int]]
 """By what was lost: the parameters, and how many steps of the first epoch a survivor has taken."""

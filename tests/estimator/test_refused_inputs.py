@@ -23,8 +23,8 @@ from torch.optim import lr_scheduler
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.checks.row_checks import RowChecks
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.strategies import GradientAllReduce
 
 

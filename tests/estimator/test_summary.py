@@ -21,13 +21,13 @@ from torch import nn
 from tqdm import notebook
 
 from sparkdl import ParameterAveraging, TorchModel
-from sparkdl.averager.messages.run_events import WorkerTimes
+from sparkdl.averager.run_events import WorkerTimes
 from sparkdl.callbacks import Callback, MLflow, TensorBoard, Training, TrainingReport
 from sparkdl.errors import ConfigError, DataError, ModelError, TrainingError
 from sparkdl.estimator import progress
 from sparkdl.estimator.progress import ProgressBar
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 
 

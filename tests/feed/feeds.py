@@ -12,9 +12,9 @@ import pyarrow as pa
 import torch
 from hypothesis import strategies as st
 
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
 SCHEMA = FeedSchema((ColumnSpec("wide", torch.float32, (UNKNOWN,)),), ColumnSpec("id", torch.int64))

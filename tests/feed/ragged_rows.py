@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from sparkdl.feed.columns.schema import FeedSchema, Ragged
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.schema import FeedSchema, Ragged
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 
 PAD = 7

@@ -20,7 +20,7 @@ from sparkdl.feed import minibatches
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.minibatches import prefetched
 from sparkdl.feed.order import even_sizes
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
 
 
 @settings(max_examples=80, deadline=None)

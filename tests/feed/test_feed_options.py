@@ -21,9 +21,9 @@ from subprocesses import printed_by
 from toys import permutation
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.order import epoch_order, even_sizes
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
 ID = ColumnSpec("id", torch.int64)
@@ -154,7 +154,7 @@ MEMORY_SCRIPT = """
     import sys, tempfile
     from pathlib import Path
     import numpy as np, pyarrow as pa, torch
-    from sparkdl.feed.columns.schema import FeedSchema
+    from sparkdl.feed.schema import FeedSchema
     from sparkdl.feed.feed import Feed
     from sparkdl.protocols import ColumnSpec
 

@@ -21,9 +21,9 @@ from ragged_rows import ragged
 from torch import Tensor
 
 from sparkdl import encodings
-from sparkdl.feed.columns.schema import FeedSchema, Ragged, picked
 from sparkdl.feed.conversion import first_lost
 from sparkdl.feed.feed import Feed
+from sparkdl.feed.schema import FeedSchema, Ragged, picked
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
 NUMBERS = [

@@ -18,10 +18,10 @@ from ragged_rows import SCHEMA, check, open_feed, record_batch, record_batches, 
 
 from sparkdl.errors import DataError
 from sparkdl.feed import order as orders
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.column_statistics import ColumnStatistics
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, check_statistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics, check_statistics
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from sparkdl.encodings.any_size import FITS, AnySize
 from sparkdl.errors import DataError
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.decode import DECODED_BYTES, small_parts
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.record_batches.decode import DECODED_BYTES, small_parts
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import (
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import (
     DataStatistics,
     ShardStatistics,
     check_statistics,

@@ -15,7 +15,7 @@ from fuzzer import Fault, Target, require_threads_gone
 
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.messages.headers import window_header
+from sparkdl.averager.headers import window_header
 from sparkdl.averager.service.saving import CheckpointPlan, Snapshot
 from sparkdl.averager.service.server import Averager, EdgeOptions
 from sparkdl.averager.values.center import CenterSpec
@@ -24,8 +24,8 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics, check_statistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import DataStatistics, ShardStatistics, check_statistics
 from sparkdl.protocols import ColumnSpec, Segment
 
 LAYOUT = (

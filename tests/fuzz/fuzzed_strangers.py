@@ -19,11 +19,10 @@ from torch import nn
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Outcome, run
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.testing import batches_of
-from sparkdl.testing.world import _threads
+from sparkdl.testing import _threads, batches_of
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 from sparkdl.worker import Job

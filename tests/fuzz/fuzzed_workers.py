@@ -17,7 +17,7 @@ from calling import Call, Message, Place, any_way, conversation, mutated
 from fuzzer import Fault, Target, require_threads_gone
 
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone

@@ -16,8 +16,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from toys import classification, make_job, mlp, schema
 
 from sparkdl import encodings
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 from sparkdl.strategies import ParameterAveraging

@@ -44,8 +44,7 @@ from sparkdl.strategies import (
     ThresholdGradientSharing,
     TopK,
 )
-from sparkdl.testing import batches_of, run_world
-from sparkdl.testing.world import _threads
+from sparkdl.testing import _threads, batches_of, run_world
 
 cloudpickle.register_pickle_by_value(misbehaving)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

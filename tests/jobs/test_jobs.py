@@ -25,19 +25,19 @@ from sparkdl.durable import lease
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, WorkerLostError
 from sparkdl.events import EpochSummary
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.jobs import command, logs
 from sparkdl.jobs.command import locate
-from sparkdl.jobs.configuration.grammar import read_settings
 from sparkdl.jobs.evaluate import Score, format_scores
 from sparkdl.jobs.evaluate import main as evaluate
+from sparkdl.jobs.grammar import read_settings
 from sparkdl.jobs.output import MARKER, Location, Output, Run
 from sparkdl.jobs.predict import main as predict
 from sparkdl.jobs.result import Exit, exit_of
 from sparkdl.jobs.train import _estimator
 from sparkdl.jobs.train import main as train
 from sparkdl.planner.profile import Profile
-from sparkdl.spark.storage.files import open_hadoop
+from sparkdl.spark.files import open_hadoop
 
 
 @pytest.fixture

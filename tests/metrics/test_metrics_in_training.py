@@ -30,8 +30,7 @@ from sparkdl.events import EpochSummary
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
-from sparkdl.testing import run_world
-from sparkdl.testing.world import Shard
+from sparkdl.testing import Shard, run_world
 from sparkdl.worker import Job
 
 SIZES = [24, 0, 15]
@@ -170,7 +169,7 @@ def test_a_resumed_training_has_the_same_ones(tmp_path: Path) -> None:
 def test_a_worker_that_is_lost_while_others_wait_counts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sparkdl.averager.client.client import AveragerClient
+    from sparkdl.averager.client import AveragerClient
 
     job, shards = measured_job(epochs=3, max_failures=3)
     straight = run_world(job, shards)
@@ -285,7 +284,7 @@ def test_metrics_without_held_out_rows_are_refused_in_words() -> None:
 def test_more_than_the_driver_takes_is_refused_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparkdl.averager.messages.headers.MAX_STATES_BYTES", 300)
+    monkeypatch.setattr("sparkdl.averager.headers.MAX_STATES_BYTES", 300)
     job, shards = measured_job()
     with pytest.raises(
         WorkerError, match=r"each of 3 workers may send the driver at most 100\. .* thresholds=200"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sparkdl.averager.messages.run_events import WorkerTimes
+from sparkdl.averager.run_events import WorkerTimes
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.phases import PHASES, PhaseTimes
 from sparkdl.report import Recording, Setup, recording
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, busy_world
 
-from sparkdl.averager.messages.run_events import WorkerLost, WorkersRestarted
+from sparkdl.averager.run_events import WorkerLost, WorkersRestarted
 from sparkdl.phases import PHASES
 from sparkdl.report.html import Curve, chart, duration, number, octets, text, ticks
 from sparkdl.report.page import MAX_BYTES, render, save_report

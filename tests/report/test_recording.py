@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, Played, busy_world
 
-from sparkdl.averager.messages.run_events import (
+from sparkdl.averager.run_events import (
     EpochValidated,
     WorkerLost,
     WorkerTimes,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, schema
 from waiting import eventually
 
-from sparkdl.averager.client.client import AveragerClient
+from sparkdl.averager.client import AveragerClient
 from sparkdl.events import ValidationReport
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.order import HELD_OUT

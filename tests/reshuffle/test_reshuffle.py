@@ -22,9 +22,9 @@ from toys import Data, classification, make_job, mlp, relative_error
 
 from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
-from sparkdl.feed.columns.schema import FeedSchema, Ragged
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
+from sparkdl.feed.schema import FeedSchema, Ragged
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.reshuffle import RowServer, server
 from sparkdl.reshuffle.exchange import Everyone

@@ -19,7 +19,7 @@ from exchanges import SEED, by_rank
 from torch import Tensor
 
 from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import RowServer
 from sparkdl.reshuffle.exchange import Everyone

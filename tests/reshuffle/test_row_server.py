@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.errors import DisconnectedError
-from sparkdl.feed.columns.schema import FeedSchema
+from sparkdl.feed.column_statistics import places_from
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN
-from sparkdl.feed.statistics.column import places_from
-from sparkdl.feed.statistics.shards import DataStatistics
-from sparkdl.feed.store.partition_store import PartitionStore
+from sparkdl.feed.packed import ORDER_COLUMN, PLACE_COLUMN
+from sparkdl.feed.partition_store import PartitionStore
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.reshuffle import RowServer
 from sparkdl.reshuffle.exchange import Everyone

@@ -40,7 +40,7 @@ from sparkdl import GradientAllReduce, ParameterAveraging, TorchEstimator, Torch
 from sparkdl.averager.coordination import membership
 from sparkdl.driver import Observers, Outcome, RunOptions, run
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.record_batches.packed import unpacked
+from sparkdl.feed.packed import unpacked
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.launch.worker_rows import Workers, worker_frame
 from sparkdl.spark.rows.columns import input_column

@@ -26,12 +26,12 @@ from toys import (
 )
 
 from sparkdl.averager import AveragerClient
-from sparkdl.averager.messages.run_events import RunEvent as Event
-from sparkdl.averager.messages.run_events import WorkerTimes
+from sparkdl.averager.run_events import RunEvent as Event
+from sparkdl.averager.run_events import WorkerTimes
 from sparkdl.driver import Outcome
 from sparkdl.errors import NonFiniteError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import run_world
 

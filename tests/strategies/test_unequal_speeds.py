@@ -20,11 +20,11 @@ from sparkdl.averager.coordination.actions import Actions, carry_out
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.run_events import RunEvent
 from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.strategies import (
     PBSP,

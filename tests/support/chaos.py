@@ -28,7 +28,7 @@ from sparkdl.checkpoint import storage
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.driver import Launch, Observers, Outcome, RunOptions, run
 from sparkdl.events import WindowReport
-from sparkdl.testing.world import Shard, _processes
+from sparkdl.testing import Shard, _processes
 from sparkdl.worker import Job
 
 WITHIN_BYTES = 20_000

@@ -16,15 +16,15 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from sparkdl.averager.coordination.committed import CommittedProgress
-from sparkdl.averager.messages.run_events import WorkerState
+from sparkdl.averager.run_events import WorkerState
 from sparkdl.driver import initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.replica import Replica
 from sparkdl.reshuffle import RowExchange, RowServer
 from sparkdl.reshuffle.exchange import Everyone
-from sparkdl.testing.world import Shard
+from sparkdl.testing import Shard
 from sparkdl.worker import Job
 
 Commits = list[list[WindowReport]]

@@ -13,7 +13,7 @@ from every_row import every
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparkdl.averager.messages.headers import failure_header, raise_reported_failure
+from sparkdl.averager.headers import failure_header, raise_reported_failure
 from sparkdl.errors import CollectiveError, TrainingError, WorkerError
 from sparkdl.transport import channel as channel_module
 from sparkdl.transport.channel import (

@@ -23,8 +23,7 @@ from sparkdl.driver import run
 from sparkdl.errors import ConfigError, DisconnectedError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Segment
-from sparkdl.testing import run_world
-from sparkdl.testing.world import _threads
+from sparkdl.testing import _threads, run_world
 from sparkdl.transport import connection
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.handshake import MAGIC

@@ -20,7 +20,7 @@ from subprocesses import run_python
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
-from sparkdl.averager.messages.headers import failure_header, stopped_header
+from sparkdl.averager.headers import failure_header, stopped_header
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError, CollectiveError, WorkerError
 from sparkdl.process.randomness import random_state, streams_put_back

@@ -11,10 +11,10 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
 from sparkdl.averager.coordination.membership import FencedError, Member
-from sparkdl.averager.messages.run_events import Progress, RunEvent
+from sparkdl.averager.run_events import Progress, RunEvent
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 
 if TYPE_CHECKING:
     from sparkdl.averager.coordination.coordinator import Coordinator

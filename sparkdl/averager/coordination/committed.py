@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.averager.coordination.membership import Member
-from sparkdl.averager.messages.run_events import (
+from sparkdl.averager.run_events import (
     EpochCounted,
     EpochValidated,
     Position,

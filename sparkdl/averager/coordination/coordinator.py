@@ -33,7 +33,7 @@ from sparkdl.averager.coordination.membership import FencedError, Member
 from sparkdl.averager.coordination.rank_states import RankState, Window
 from sparkdl.averager.coordination.round import FullRound
 from sparkdl.averager.coordination.run_state import Restart, RunSpec, RunState
-from sparkdl.averager.messages.run_events import (
+from sparkdl.averager.run_events import (
     CheckpointSaved,
     RoundCommitted,
     WorkerLost,
@@ -42,7 +42,7 @@ from sparkdl.averager.messages.run_events import (
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import MetricValue, ValidationReport, WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 
 logger = logging.getLogger(__name__)
 

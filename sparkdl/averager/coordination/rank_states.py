@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sparkdl.averager.coordination.membership import Member
-from sparkdl.averager.messages.run_events import WorkerState
+from sparkdl.averager.run_events import WorkerState
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.shards import DataStatistics, ShardStatistics
 
 if TYPE_CHECKING:
     from sparkdl.averager.coordination.run_state import RunState

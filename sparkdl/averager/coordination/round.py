@@ -36,7 +36,7 @@ from itertools import accumulate
 
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.rank_states import Ranks, RankState, Window
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.events import WindowReport, WindowSums
 
 

@@ -15,8 +15,8 @@ from sparkdl.averager.coordination.committed import CommittedProgress, EpochLoss
 from sparkdl.averager.coordination.membership import Membership, Tolerance
 from sparkdl.averager.coordination.rank_states import Gathers, RankState, Shards, Window
 from sparkdl.averager.coordination.round import Round
-from sparkdl.averager.messages.run_events import Progress, WorkerState
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.run_events import Progress, WorkerState
 from sparkdl.errors import DeadlineError, SparkDLError
 
 

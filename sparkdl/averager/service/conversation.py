@@ -95,7 +95,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.coordination.membership import Member
-from sparkdl.averager.messages.headers import (
+from sparkdl.averager.headers import (
     MAX_STATES_BYTES,
     raise_reported_failure,
     read_epoch_losses,
@@ -106,14 +106,14 @@ from sparkdl.averager.messages.headers import (
     received,
     stopped_header,
 )
-from sparkdl.averager.messages.run_events import WorkerState, WorkerTimes
+from sparkdl.averager.run_events import WorkerState, WorkerTimes
 from sparkdl.averager.values.accumulator import Accumulator
 from sparkdl.averager.values.replica_codec import require_finite
 from sparkdl.averager.values.wire_format import Chunk
 from sparkdl.checkpoint.container import Piece
 from sparkdl.errors import SparkDLError, TrainingError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.phases import PhaseTimes
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError, Need, UpTo
 from sparkdl.transport.framing import octets_of, values_prefix

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.averager.coordination.run_state import Restart
-from sparkdl.averager.messages.run_events import Progress, WorkerState
+from sparkdl.averager.run_events import Progress, WorkerState
 from sparkdl.averager.values.center import named
 from sparkdl.averager.values.center_update import CenterUpdate, Memory, ReplaceByMean, new_memory
 from sparkdl.checkpoint.container import Piece

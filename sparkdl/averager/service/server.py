@@ -22,15 +22,15 @@ from sparkdl.averager.coordination.actions import Decision, Event, P
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.messages.headers import stopped_header
-from sparkdl.averager.messages.run_events import Progress, RunEvent, TimePassed, WorkerLost
+from sparkdl.averager.headers import stopped_header
+from sparkdl.averager.run_events import Progress, RunEvent, TimePassed, WorkerLost
 from sparkdl.averager.service.conversation import Worker
 from sparkdl.averager.service.saving import CheckpointPlan, KeptModel, Saving, Snapshot
 from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.errors import CheckpointError, SparkDLError, TrainingError
 from sparkdl.events import EpochSummary, MetricValue
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.transport.framing import header_message
 from sparkdl.transport.service import Service
 

@@ -23,8 +23,8 @@ from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.outputs import MetricInputs
 from sparkdl.estimator.params.declaration import described
 from sparkdl.estimator.schema import FitSettings, fed_columns
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.metrics import Metrics
 from sparkdl.metrics.metrics import WEIGHTS
 from sparkdl.process.randomness import borrowed_random_numbers
@@ -34,7 +34,6 @@ from sparkdl.replica.initial import WarmStart
 from sparkdl.replica.optimizer_state import build_optimizer
 from sparkdl.replica.schedule import Schedule, Unit
 from sparkdl.spark.catalyst.jvm import is_of_connect, setting
-from sparkdl.spark.closures.pickling import require_picklable
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
@@ -43,9 +42,10 @@ from sparkdl.spark.cluster.slots import (
     require_static_allocation,
 )
 from sparkdl.spark.launch.worker_rows import Workers
+from sparkdl.spark.pickling import require_picklable
+from sparkdl.spark.required import jvm_named, require_frame
 from sparkdl.spark.rows.columns import InputColumn
-from sparkdl.spark.session.required import jvm_named, require_frame
-from sparkdl.spark.session.session import (
+from sparkdl.spark.session import (
     encrypts_connections,
     keeps_rows_in_memory,
     require_trusted_network,

@@ -21,8 +21,8 @@ from sparkdl.arguments import counted
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.building import reported
 from sparkdl.estimator.head import Head
-from sparkdl.feed.columns.schema import Column, FeedSchema, equal_rows, input_names, picked
-from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.schema import Column, FeedSchema, equal_rows, input_names, picked
 from sparkdl.metrics.metrics import Metrics, rehearse
 from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers

@@ -18,10 +18,10 @@ from sparkdl.errors import CallbackError, DataError
 from sparkdl.estimator.checks.preflight import FitPlan, require_steps
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
 from sparkdl.estimator.outputs import require_any_length
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.record_batches.decode import without_infinity
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import OR_SKIP, DataStatistics, left_out
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.decode import without_infinity
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import OR_SKIP, DataStatistics, left_out
 from sparkdl.outputs import OutputKey, Widths, names_output, pick, widths_of
 from sparkdl.protocols import ColumnSpec, LossFunction
 from sparkdl.replica import Replica

@@ -10,7 +10,7 @@ from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.estimator.params.columns import ClassParams, OutputParams
 from sparkdl.estimator.params.converters import Label
 from sparkdl.estimator.params.declaration import DeclaredParams
-from sparkdl.feed.columns.schema import BatchTransform
+from sparkdl.feed.schema import BatchTransform
 from sparkdl.outputs import OutputKey
 from sparkdl.protocols import (
     LossFunction,

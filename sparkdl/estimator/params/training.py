@@ -21,7 +21,7 @@ from sparkdl.estimator.params.declaration import (
     flag,
     number,
 )
-from sparkdl.feed.columns.schema import BatchTransform
+from sparkdl.feed.schema import BatchTransform
 from sparkdl.protocols import (
     LossFunction,
     ModelBuilder,

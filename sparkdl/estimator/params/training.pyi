@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from sparkdl.callbacks import Callback, WorkerCallback
 from sparkdl.estimator.params.declaration import DeclaredParams
-from sparkdl.feed.columns.schema import BatchTransform
+from sparkdl.feed.schema import BatchTransform
 from sparkdl.protocols import LossFunction, ModelBuilder, OptimizerBuilder, SchedulerBuilder
 from sparkdl.replica import Precision
 from sparkdl.replica.schedule import Unit

@@ -19,9 +19,9 @@ from sparkdl.averager.coordination.actions import Actions, Event, P, carry_out
 from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.messages.run_events import RunEvent
+from sparkdl.averager.run_events import RunEvent
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.planner.simulation.array_rounds import BUFFERED_BYTES, own_s
 from sparkdl.planner.simulation.cluster import Cluster, Epoch
 from sparkdl.planner.simulation.engine import Clock, SharedLink, Sum

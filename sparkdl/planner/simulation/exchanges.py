@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.traffic import Traffic, traffic_of

@@ -8,7 +8,7 @@ from typing import Any, cast
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparkdl.feed.record_batches.packed import PLACE_COLUMN, POSITION_BITS
+from sparkdl.feed.packed import PLACE_COLUMN, POSITION_BITS
 from sparkdl.spark.catalyst.jvm import is_of_connect, with_fallback
 
 _ORDER_KEEPING = {"ColumnarToRow", "Project", "Filter", "Coalesce"}

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TextIO
 
-from sparkdl.averager.messages.headers import received, shard_header
+from sparkdl.averager.headers import received, shard_header
 from sparkdl.errors import DisconnectedError, StoppedError, TrainingError
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.stacks import describe_threads
 from sparkdl.transport.connecting import ServiceAddress, reach
 

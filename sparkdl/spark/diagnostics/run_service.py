@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from typing_extensions import Self
 
-from sparkdl.averager.messages.headers import (
+from sparkdl.averager.headers import (
     read_gather,
     received,
     statistics_header,
@@ -50,7 +50,7 @@ from sparkdl.errors import (
     WorkerError,
     WorkerLostError,
 )
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.run_client import JOIN_S
 from sparkdl.spark.diagnostics.stacks import ReportingWorker, Stacks
 from sparkdl.transport.channel import HEADER, PAUSE, Conversation, LeftError

@@ -21,8 +21,8 @@ from pyspark.sql import DataFrame, SparkSession
 from sparkdl.arguments import require_seed, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import SequenceInput
+from sparkdl.spark.arrival import Shipment
 from sparkdl.spark.catalyst.jvm import is_of_connect
-from sparkdl.spark.closures.pickling import pickled_or_refused
 from sparkdl.spark.cluster.network import driver_ports
 from sparkdl.spark.cluster.slots import (
     choose_num_workers,
@@ -47,13 +47,13 @@ from sparkdl.spark.functions.task import Call, CallPlacement, Feeding
 from sparkdl.spark.launch.beside import read_stage
 from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.spark.launch.worker_rows import SHUFFLES, Workers
-from sparkdl.spark.modules.arrival import Shipment
-from sparkdl.spark.modules.shipping import ship
+from sparkdl.spark.pickling import pickled_or_refused
+from sparkdl.spark.required import require_frame, require_session
 from sparkdl.spark.rows.column_overrides import GROUPS_WITHOUT_PADDING, ColumnOverrides, ImageScale
 from sparkdl.spark.rows.converters import one_of, switch
 from sparkdl.spark.rows.scratch import STORE_PLACES
-from sparkdl.spark.session.required import require_frame, require_session
-from sparkdl.spark.session.session import encrypts_connections, require_trusted_network
+from sparkdl.spark.session import encrypts_connections, require_trusted_network
+from sparkdl.spark.shipping import ship
 from sparkdl.transport.service import Service
 
 

@@ -16,8 +16,8 @@ import torch
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.errors import DataError, DeadlineError
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.spark.cluster.network import network_of
 from sparkdl.spark.cluster.run_jobs import RunJobs
 from sparkdl.spark.cluster.slots import gpu_profile, ranks_a_task
@@ -29,7 +29,7 @@ from sparkdl.spark.launch.stage_task import StartWorkers
 from sparkdl.spark.launch.worker_rows import Workers
 from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinct
 from sparkdl.spark.rows.columns import input_columns
-from sparkdl.spark.session.session import keeps_rows_in_memory
+from sparkdl.spark.session import keeps_rows_in_memory
 from sparkdl.transport.service import Service
 
 logger = logging.getLogger(__name__)

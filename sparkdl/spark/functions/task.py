@@ -24,9 +24,9 @@ from sparkdl.collective import Network
 from sparkdl.collective.group import ROLL_CALL_S, is_of_backend, leave_group
 from sparkdl.collective.network import Meeting, hang_up, interface_settings, local_address, meet
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
-from sparkdl.feed.columns.schema import FeedSchema
 from sparkdl.feed.feed import Feed, FeedOptions
-from sparkdl.feed.statistics.shards import check_statistics
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import check_statistics
 from sparkdl.process.interrupts import Interrupted
 from sparkdl.process.lazy_compiler import defer_compiler
 from sparkdl.reshuffle import RowExchange, RowServer

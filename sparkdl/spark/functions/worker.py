@@ -28,7 +28,7 @@ from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes
 from sparkdl.spark.catalyst.jvm import running_context
 from sparkdl.spark.diagnostics.run_client import RunClient
-from sparkdl.spark.storage.files import open_hadoop
+from sparkdl.spark.files import open_hadoop
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
 

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.encodings import arriving_as
 from sparkdl.errors import ConfigError, DataError
-from sparkdl.feed.record_batches.packed import unpacked
+from sparkdl.feed.packed import unpacked
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.catalyst.jvm import running_context
 from sparkdl.spark.inference.predictor import Predictor

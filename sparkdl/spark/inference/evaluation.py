@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sparkdl.errors import DataError
 from sparkdl.events import MetricValue
-from sparkdl.feed.record_batches.decode import small_parts, tensors_of
-from sparkdl.feed.record_batches.packed import unpacked
+from sparkdl.feed.decode import small_parts, tensors_of
+from sparkdl.feed.packed import unpacked
 from sparkdl.metrics import Metrics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.failures import told_in_driver

@@ -15,7 +15,14 @@ from pyspark import TaskContext
 from torch import Tensor, nn
 
 from sparkdl.errors import DataError, ModelError
-from sparkdl.feed.columns.schema import (
+from sparkdl.feed.conversion import first_lost
+from sparkdl.feed.decode import (
+    refuse_lost,
+    small_parts,
+    tensors_of,
+    valid_tensors,
+)
+from sparkdl.feed.schema import (
     Column,
     Ragged,
     cut,
@@ -24,13 +31,6 @@ from sparkdl.feed.columns.schema import (
     model_inputs,
     order_by_length,
     picked,
-)
-from sparkdl.feed.conversion import first_lost
-from sparkdl.feed.record_batches.decode import (
-    refuse_lost,
-    small_parts,
-    tensors_of,
-    valid_tensors,
 )
 from sparkdl.outputs import OutputKey, described, pick
 from sparkdl.process.torch_settings import TorchSettings

@@ -19,11 +19,11 @@ from sparkdl.checkpoint.portable import pickled_module
 from sparkdl.errors import ConfigError
 from sparkdl.process.torch_settings import TorchSettings
 from sparkdl.replica.buffers import ModuleState, tensors_of
+from sparkdl.spark.arrival import Shipment, arrive, importable
 from sparkdl.spark.catalyst.broadcasts import is_of_running_session
 from sparkdl.spark.catalyst.jvm import Broadcast
-from sparkdl.spark.closures.sending import SentBytes, broadcast_scope, send
-from sparkdl.spark.modules.arrival import Shipment, arrive, importable
-from sparkdl.spark.modules.shipping import ship
+from sparkdl.spark.sending import SentBytes, broadcast_scope, send
+from sparkdl.spark.shipping import ship
 from sparkdl.user_code.needed_modules import ReferencePickler, advice
 from sparkdl.user_code.tracebacks import add_note
 

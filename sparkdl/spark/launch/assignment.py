@@ -17,16 +17,16 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from sparkdl.errors import RowsLostError
-from sparkdl.feed.record_batches.packed import unpacked
+from sparkdl.feed.packed import unpacked
 from sparkdl.process.interrupts import interrupted_by_signals_alone
+from sparkdl.spark.arrival import Arrived, Shipment, arrive, importable
 from sparkdl.spark.catalyst.accumulators import added_here, counted, restore
 from sparkdl.spark.catalyst.jvm import SparkFiles
-from sparkdl.spark.closures.sending import SentBytes
 from sparkdl.spark.cluster.slots import VISIBLE
 from sparkdl.spark.diagnostics.stacks import write_threads_on_signal
 from sparkdl.spark.launch.bootstrap import require
 from sparkdl.spark.launch.rank_host import RankCall, host_ranks
-from sparkdl.spark.modules.arrival import Arrived, Shipment, arrive, importable
+from sparkdl.spark.sending import SentBytes
 from sparkdl.user_code.tracebacks import message_of
 
 OUTPUT_SCHEMA = pa.schema(

@@ -32,8 +32,8 @@ from typing_extensions import Self
 from sparkdl import errors
 from sparkdl.checkpoint.policy import OtherTrainingError
 from sparkdl.errors import CallbackError, DataError, SparkDLError, TrainingError
-from sparkdl.feed.statistics.shards import NO_ROWS
-from sparkdl.spark.closures.sending import send
+from sparkdl.feed.shards import NO_ROWS
+from sparkdl.spark.arrival import Shipment
 from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_service import OnReport
 from sparkdl.spark.launch import stage_task
@@ -41,7 +41,7 @@ from sparkdl.spark.launch.environments import task_of
 from sparkdl.spark.launch.launcher import LEAVE_S, as_training_error
 from sparkdl.spark.launch.stage_task import END_OF_ANSWER, SERVICE_ROW
 from sparkdl.spark.launch.worker_rows import Workers, run_tasks
-from sparkdl.spark.modules.arrival import Shipment
+from sparkdl.spark.sending import send
 from sparkdl.untrusted import read
 from sparkdl.user_code.tracebacks import add_note, message_of, traceback_of
 

@@ -21,9 +21,9 @@ from sparkdl.errors import (
     TrainingError,
     WorkerLostError,
 )
-from sparkdl.feed.statistics.shards import NO_ROWS
+from sparkdl.feed.shards import NO_ROWS
+from sparkdl.spark.arrival import Shipment
 from sparkdl.spark.catalyst.jvm import end_of_jvm
-from sparkdl.spark.closures.sending import lent
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import display, echoes
@@ -39,8 +39,8 @@ from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch.environments import setup_error, task_of
 from sparkdl.spark.launch.spare_tasks import SpareTasks
 from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
-from sparkdl.spark.modules.arrival import Shipment
-from sparkdl.spark.modules.shipping import ship
+from sparkdl.spark.sending import lent
+from sparkdl.spark.shipping import ship
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.needed_modules import pickled
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, shortened

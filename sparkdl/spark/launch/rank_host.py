@@ -46,7 +46,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkdl.errors import TrainingError, WorkerLostError
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.process.interrupts import Interrupted
 from sparkdl.user_code.tracebacks import traceback_of
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from sparkdl.averager.messages.headers import quoted
+from sparkdl.averager.headers import quoted
 from sparkdl.averager.service.server import Averager
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError
 from sparkdl.spark.catalyst.versions import on_tasks

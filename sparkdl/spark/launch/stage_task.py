@@ -21,7 +21,7 @@ from pyspark import BarrierTaskContext
 
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerLostError
 from sparkdl.process.interrupts import raise_after
-from sparkdl.spark.closures.sending import SentBytes
+from sparkdl.spark.arrival import Shipment, arrive, importable
 from sparkdl.spark.cluster.run_jobs import JOB_END_S
 from sparkdl.spark.diagnostics.task_failures import memory_advice
 from sparkdl.spark.launch import bootstrap
@@ -33,7 +33,7 @@ from sparkdl.spark.launch.assignment import (
     run_ranks,
 )
 from sparkdl.spark.launch.rank_host import end_ranks, start_server
-from sparkdl.spark.modules.arrival import Shipment, arrive, importable
+from sparkdl.spark.sending import SentBytes
 from sparkdl.transport.daemon_pool import DaemonPool
 from sparkdl.user_code.tracebacks import message_of
 

@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 from sparkdl.collective import Network
 from sparkdl.errors import ConfigError
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN, PLACE_COLUMN
 from sparkdl.spark.catalyst.jvm import RDD, is_of_connect
 from sparkdl.spark.catalyst.plans import has_stable_order, in_partitions, moved, planned
 from sparkdl.spark.catalyst.versions import on_tasks

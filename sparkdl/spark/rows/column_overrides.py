@@ -12,7 +12,7 @@ from sparkdl.encodings import IMAGE, PIXELS, Encoding
 from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
 from sparkdl.errors import ConfigError
-from sparkdl.feed.columns.schema import sequence_names
+from sparkdl.feed.schema import sequence_names
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.spark.rows import converters as convert
 from sparkdl.spark.rows.columns import InputColumn

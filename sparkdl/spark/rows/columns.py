@@ -17,7 +17,7 @@ from pyspark.sql import types as T
 from sparkdl.encodings import BYTES, NUMBERS, PIXELS, VECTOR, Encoding, pixels
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.conversion import limits
-from sparkdl.feed.record_batches.decode import in_sql
+from sparkdl.feed.decode import in_sql
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
 _INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)

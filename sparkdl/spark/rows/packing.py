@@ -1,7 +1,7 @@
 """Packs rows into few, large columns, because executors hand them to Python one value at a time.
 
 Several columns of numbers become one array. An array becomes the bytes in which Spark itself keeps
-it, which are copied in one piece. ``feed.record_batches.packed`` takes the record batches apart.
+it, which are copied in one piece. ``feed.packed`` takes the record batches apart.
 
 Record batches of a few megabytes, besides, are read faster than those of Spark's default.
 """
@@ -17,7 +17,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.feed.record_batches.packed import (
+from sparkdl.feed.packed import (
     ELEMENTS,
     NUMBERED,
     name_of_numbers,

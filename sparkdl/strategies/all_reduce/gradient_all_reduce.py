@@ -47,7 +47,7 @@ from sparkdl.strategies.arguments import (
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
 from sparkdl.strategies.color_trees import REDUCTION, ColorTrees, require_no_gpu
-from sparkdl.strategies.compression.base import Compression
+from sparkdl.strategies.compression import Compression
 from sparkdl.strategies.kfac import KFACPreconditioner
 from sparkdl.strategies.worker_group import WorkerGroup
 

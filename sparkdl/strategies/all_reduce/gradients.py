@@ -25,7 +25,7 @@ from sparkdl.errors import ConfigError, NonFiniteError
 from sparkdl.strategies.all_reduce.sharded import ShardedModel
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.compression.base import Compressor
+from sparkdl.strategies.compression import Compressor
 from sparkdl.strategies.transform import Step, Transform
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}

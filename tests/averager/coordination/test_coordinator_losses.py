@@ -11,7 +11,7 @@ from every_row import every
 
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.rank_states import RankState
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.round_policy import All, RoundPolicy
 from sparkdl.errors import DataError, DeadlineError, WorkerLostError
 from sparkdl.events import ValidationReport
 

@@ -15,8 +15,8 @@ from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.rank_states import BEFORE, Ranks, RankState, Window
 from sparkdl.errors import DeadlineError, ModelError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import ValidationReport
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import DataStatistics
 
 
 def joined(world_size: int, **options: object) -> Run:

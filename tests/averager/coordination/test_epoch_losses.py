@@ -16,7 +16,7 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.round import FullRound
 from sparkdl.averager.coordination.run_state import RunSpec
-from sparkdl.averager.messages.run_events import (
+from sparkdl.averager.run_events import (
     EpochCounted,
     EpochValidated,
     Position,
@@ -25,7 +25,7 @@ from sparkdl.averager.messages.run_events import (
 )
 from sparkdl.errors import DeadlineError, TrainingError
 from sparkdl.events import EpochSummary, ValidationReport, WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 
 HELD_OUT = ShardStatistics(1, (), held_out=1)
 

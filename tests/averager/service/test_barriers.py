@@ -14,11 +14,11 @@ from every_row import every
 from support.simulation.plan import random_plan
 from support.simulation.run import Outcome, simulate
 
-from sparkdl.averager.messages.run_events import Position, Progress
+from sparkdl.averager.run_events import Position, Progress
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
-from sparkdl.strategies.asynchronous.barriers import SampledStaleness
+from sparkdl.strategies.barriers import SampledStaleness
 
 MANY = 99
 """More than any world or epoch here has."""

@@ -18,11 +18,10 @@ from crew import LAYOUT, WAIT_S, crew, eventually, window
 from every_row import every
 from toys import drive
 
-from sparkdl.averager import AveragerClient
-from sparkdl.averager.client.client import _Again
-from sparkdl.averager.messages import headers
-from sparkdl.averager.messages.headers import shard_header, window_header
-from sparkdl.averager.messages.run_events import Progress
+from sparkdl.averager import AveragerClient, headers
+from sparkdl.averager.client import _Again
+from sparkdl.averager.headers import shard_header, window_header
+from sparkdl.averager.run_events import Progress
 from sparkdl.averager.service.saving import CheckpointPlan, ResumedCheckpoint
 from sparkdl.averager.values import replica_codec, wire_format
 from sparkdl.averager.values.wire_format import BFLOAT16_CHANGES, FULL_PRECISION, WireFormat
@@ -31,8 +30,8 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.checkpoint.tensor_file import pieces_of
 from sparkdl.errors import CheckpointError, DataError, NonFiniteError
 from sparkdl.events import EpochSummary, WindowReport, WindowSums
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.framing import octets_of, values_prefix
 

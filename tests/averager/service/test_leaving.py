@@ -18,8 +18,8 @@ from every_row import every
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
-from sparkdl.averager.messages.run_events import Position, Progress
-from sparkdl.averager.policies.round_policy import RoundRobin
+from sparkdl.averager.round_policy import RoundRobin
+from sparkdl.averager.run_events import Position, Progress
 from sparkdl.averager.service.saving import CheckpointPlan
 from sparkdl.averager.values.center import Center
 from sparkdl.averager.values.wire_format import CHANGES, FULL_PRECISION

@@ -20,12 +20,12 @@ from toys import drive
 from virtual_time import VirtualClock
 
 from sparkdl.averager import Averager, AveragerClient, ServiceAddress
-from sparkdl.averager.messages.headers import window_header
+from sparkdl.averager.headers import window_header
 from sparkdl.averager.values.wire_format import FULL_PRECISION
 from sparkdl.errors import DisconnectedError, SparkDLError, StoppedError, TrainingError
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import DataStatistics, ShardStatistics
 from sparkdl.protocols import Segment
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.framing import header_message

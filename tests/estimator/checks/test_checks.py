@@ -31,10 +31,10 @@ from sparkdl.estimator.checks.row_checks import (
     require_holdable,
 )
 from sparkdl.estimator.head import Head
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.record_batches.decode import without_infinity
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.decode import without_infinity
+from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.spark.rows.columns import InputColumn
 from sparkdl.strategies import (

@@ -19,8 +19,8 @@ from toys import mlp
 from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
 from sparkdl.estimator.head import head_of
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.statistics.column import ColumnStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.outputs import described
 from sparkdl.protocols import ColumnSpec
 from sparkdl.replica.losses import ModelLoss

@@ -18,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import sparkdl
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN, PLACE_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN, PLACE_COLUMN
 from sparkdl.spark.catalyst import cluster
 from sparkdl.spark.catalyst.array_bytes import array_bytes
 from sparkdl.spark.catalyst.jvm import with_fallback

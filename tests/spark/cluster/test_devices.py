@@ -16,10 +16,10 @@ from subprocesses import printed_by
 from sparkdl.collective.network import require_distinct_gpus
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst import accumulators
-from sparkdl.spark.closures.sending import InPieces
 from sparkdl.spark.cluster.devices import choose_device, device_index
 from sparkdl.spark.launch import assignment
 from sparkdl.spark.launch.assignment import assignments, run_ranks
+from sparkdl.spark.sending import InPieces
 
 UUIDS = [f"GPU-{letter * 8}-0000" for letter in "abcd"]
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from services import run_of
 from waiting import eventually
 
-from sparkdl.averager.messages import headers
+from sparkdl.averager import headers
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
-from sparkdl.feed.statistics.column import ColumnStatistics
-from sparkdl.feed.statistics.shards import DataStatistics, ShardStatistics
+from sparkdl.feed.column_statistics import ColumnStatistics
+from sparkdl.feed.shards import DataStatistics, ShardStatistics
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.stacks import ReportingWorker

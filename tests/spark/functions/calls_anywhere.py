@@ -18,8 +18,8 @@ from torch import nn
 import sparkdl
 from sparkdl import TorchDistributor, TorchModel, current_worker
 from sparkdl.errors import SparkDLError
+from sparkdl.spark import sending
 from sparkdl.spark.catalyst.jvm import is_of_connect
-from sparkdl.spark.closures import sending
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist

@@ -29,7 +29,7 @@ def test_calls_return_in_a_client_what_they_return_in_the_driver(
 @pytest.mark.nightly
 def test_a_client_can_import_all_there_is(connect_address: str, tmp_path: Path) -> None:
     found, _ = asked_of_client(connect_address, calls_anywhere.modules, tmp_path)
-    assert {"sparkdl.spark.session.session", "TorchEstimator"} <= set(found)
+    assert {"sparkdl.spark.session", "TorchEstimator"} <= set(found)
 
 
 @pytest.mark.nightly

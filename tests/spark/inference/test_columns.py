@@ -19,7 +19,7 @@ from sparkdl.encodings import NUMBERS
 from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
 from sparkdl.errors import DataError
-from sparkdl.feed.record_batches.decode import tensors_of
+from sparkdl.feed.decode import tensors_of
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.inference.columns import _as_it_comes, _without_decimals
 from sparkdl.spark.inference.evaluation import _weights
@@ -183,7 +183,7 @@ def test_padded_rows_come_back_in_their_places(monkeypatch: pytest.MonkeyPatch) 
 def test_a_large_batch_goes_through_in_parts_whose_rows_are_all_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparkdl.feed.record_batches.decode.DECODED_BYTES", 8 * 3 * 8 * 8 * 2)
+    monkeypatch.setattr("sparkdl.feed.decode.DECODED_BYTES", 8 * 3 * 8 * 8 * 2)
     found = predicted(monkeypatch, [*GOOD, b"no", *GOOD], [float(i) for i in range(11)])
     numbers = [None if each is None else each[3] for each in found]
     assert numbers == [0.0, 1.0, 2.0, 3.0, 4.0, None, 6.0, 7.0, 8.0, 9.0, 10.0]

@@ -37,7 +37,7 @@ from sparkdl.spark.inference.predictor import (
     Running,
     Score,
 )
-from sparkdl.spark.session.session import DEFAULTS
+from sparkdl.spark.session import DEFAULTS
 
 
 class Silent(BaseException):

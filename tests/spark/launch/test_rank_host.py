@@ -35,8 +35,8 @@ from waiting import is_there
 
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.estimator.checks.row_checks import Checked
-from sparkdl.feed.columns.schema import FeedSchema
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN
+from sparkdl.feed.packed import ORDER_COLUMN
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.report.recording import Recording, Setup
 from sparkdl.spark.launch import beside, stage_task

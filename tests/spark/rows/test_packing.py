@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparkdl.feed.record_batches.packed import ORDER_COLUMN, unpacked
+from sparkdl.feed.packed import ORDER_COLUMN, unpacked
 from sparkdl.spark.catalyst import array_bytes
 from sparkdl.spark.rows.packing import (
     RECORD_BATCH_BYTES,

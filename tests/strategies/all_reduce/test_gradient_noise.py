@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from toys import Data, batches_by_hand, classification, make_job, mlp, relative_error
 
-from sparkdl.averager.messages.headers import received, window_header
-from sparkdl.averager.messages.run_events import Progress
+from sparkdl.averager.headers import received, window_header
+from sparkdl.averager.run_events import Progress
 from sparkdl.errors import TrainingError
 from sparkdl.events import WindowReport
 from sparkdl.report.history import metrics_of

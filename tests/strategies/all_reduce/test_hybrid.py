@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import classification, cnn, make_job, mlp, schema
 
 from sparkdl.errors import ConfigError, WorkerError
-from sparkdl.planner.step.balance import Layer, best_groups, exchange
+from sparkdl.planner.balance import Layer, best_groups, exchange
 from sparkdl.replica import Replica
 from sparkdl.strategies import GradientAllReduce, Hybrid, Run
 from sparkdl.strategies.all_reduce.hybrid import sent_bytes

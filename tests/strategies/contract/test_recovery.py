@@ -32,7 +32,7 @@ from trainings import DATA
 
 from sparkdl.driver import Outcome
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.testing import run_world
 
 for module in (

@@ -15,13 +15,13 @@ from support.simulation.workers import PRIME, trained
 
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.run_events import Position, Progress, RunEvent
+from sparkdl.averager.run_events import Position, Progress, RunEvent
 from sparkdl.averager.service.saving import Saving, Snapshot
 from sparkdl.averager.service.server import Averager as RealAverager
 from sparkdl.averager.service.server import EdgeOptions
 from sparkdl.averager.values.center_update import Contributions
 from sparkdl.events import WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.transport.channel import Channel
 from sparkdl.transport.service import STAGING_BYTES, Handler, Service
 

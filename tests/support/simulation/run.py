@@ -28,14 +28,14 @@ from sparkdl.averager.coordination.coordinator import Coordinator
 from sparkdl.averager.coordination.membership import Tolerance
 from sparkdl.averager.coordination.rank_states import RankState
 from sparkdl.averager.coordination.run_state import Restart, RunSpec
-from sparkdl.averager.messages.run_events import EpochValidated, Position, Progress, RunEvent
-from sparkdl.averager.policies.round_policy import All, RoundPolicy
+from sparkdl.averager.round_policy import All, RoundPolicy
+from sparkdl.averager.run_events import EpochValidated, Position, Progress, RunEvent
 from sparkdl.averager.values.center import Center, CenterSpec
 from sparkdl.averager.values.center_update import CenterUpdate, Contributions, ReplaceByMean
 from sparkdl.averager.values.wire_format import FULL_PRECISION, WireFormat
 from sparkdl.errors import PreemptedError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.statistics.shards import DataStatistics
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.planner.simulation.engine import Clock
 from sparkdl.protocols import Segment
 from sparkdl.strategies import Strategy

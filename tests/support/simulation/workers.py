@@ -13,12 +13,12 @@ import torch
 from support.simulation.network import Link, Wire
 from support.simulation.plan import Plan
 
-from sparkdl.averager.client.client import AveragerClient
-from sparkdl.averager.messages.run_events import Position
+from sparkdl.averager.client import AveragerClient
+from sparkdl.averager.run_events import Position
 from sparkdl.averager.values.center import CenterSpec
 from sparkdl.errors import DisconnectedError, StoppedError
 from sparkdl.events import ValidationReport, WindowReport
-from sparkdl.feed.statistics.shards import ShardStatistics
+from sparkdl.feed.shards import ShardStatistics
 from sparkdl.planner.simulation.engine import Clock
 from sparkdl.transport.connection import Connection
 

@@ -1,1 +1,0 @@
-"""Who is waited for, in a round and before one; asked by the decisions, without any sockets."""

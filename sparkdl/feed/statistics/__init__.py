@@ -1,1 +1,0 @@
-"""What is found in the rows while they are read, and what of it is refused."""

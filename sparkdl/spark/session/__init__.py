@@ -1,1 +1,0 @@
-"""The Spark session: creating it, and what it encrypts."""

@@ -1,1 +1,0 @@
-"""File systems beyond the local one: Hadoop's, and those that only the driver can open."""

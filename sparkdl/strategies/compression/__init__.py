@@ -1,1 +1,0 @@
-"""Ways to send gradients as something smaller, one per file."""

@@ -1,1 +1,0 @@
-"""Gradient sharing: only what exceeds a threshold is sent."""

@@ -1,0 +1,211 @@
+"""What is found in a worker's rows: counts against plain Python, however the rows are cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from every_row import every
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdl.errors import DataError, TrainingError
+from sparkdl.feed.column_statistics import ColumnStatistics, places_from, scan
+from sparkdl.feed.shards import DataStatistics, ShardStatistics, check_statistics
+from sparkdl.protocols import UNKNOWN, ColumnSpec
+
+WHOLE = ColumnSpec("x", torch.int64)
+REAL = ColumnSpec("x", torch.float32)
+ARRAY = ColumnSpec("x", torch.float32, (UNKNOWN,))
+
+floats = st.sampled_from([math.nan, math.inf, -math.inf, -0.5, 3.0]) | st.floats(width=32)
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+def numbers(statistics: ColumnStatistics) -> tuple[Any, ...]:
+    """The fields, places included, with a NaN that equals itself."""
+    fields = [getattr(statistics, name) for name in ColumnStatistics.__slots__ if name != "places"]
+    fields += sorted(statistics.places.items())
+    return tuple("NaN" if isinstance(f, float) and math.isnan(f) else f for f in fields)
+
+
+COUNTS = ("nulls", "null_elements", "fractions", "not_finite", "out_of_range")
+REALS, WHOLES = pa.float64(), pa.int64()
+
+
+@every(
+    ("kind", "value", "spec", "found"),
+    [
+        *((kind, None, WHOLE, {"nulls": 1}) for kind in (REALS, WHOLES, pa.bool_())),
+        (REALS, 3.0, WHOLE, {"smallest": 3.0, "largest": 3.0}),
+        (REALS, -0.5, REAL, {"smallest": -0.5, "largest": -0.5}),
+        (REALS, -0.5, WHOLE, {"smallest": -0.5, "largest": -0.5, "fractions": 1}),
+        *(
+            (REALS, number, REAL, {"smallest": number, "largest": number, "not_finite": 1})
+            for number in (math.nan, math.inf, -math.inf)
+        ),
+        (REALS, math.inf, WHOLE, {"smallest": math.inf, "largest": math.inf, "not_finite": 1}),
+        (REALS, 2.0**63, WHOLE, {"smallest": 2.0**63, "largest": 2.0**63, "out_of_range": 1}),
+        *((WHOLES, each, WHOLE, {"smallest": each, "largest": each}) for each in (-(2**63), 7)),
+        *((pa.bool_(), each, WHOLE, {"smallest": each, "largest": each}) for each in (0, 1)),
+        (pa.list_(WHOLES), None, ARRAY, {"nulls": 1}),
+        (pa.list_(WHOLES), [], ARRAY, {"shortest": 0, "longest": 0}),
+        (
+            pa.list_(WHOLES),
+            [5, None, 2**53 + 1],
+            ARRAY,
+            {
+                **{"null_elements": 1, "shortest": 3, "longest": 3},
+                **{"smallest": 5, "largest": 2**53 + 1},
+            },
+        ),
+        # Those of fractions are looked into by what they become.
+        (pa.list_(pa.float32()), [1.5, 2.0], ARRAY, {"shortest": 2, "longest": 2}),
+        (
+            pa.list_(pa.float32()),
+            [math.nan, None],
+            ARRAY,
+            {"shortest": 2, "longest": 2, "not_finite": 1, "null_elements": 1},
+        ),
+    ],
+)
+def test_a_row_is_counted_as_what_it_is(
+    kind: pa.DataType, value: Any, spec: ColumnSpec, found: dict[str, Any]
+) -> None:
+    values = pa.array([None if value is None else value], REALS if kind == pa.bool_() else kind)
+    places = {name: (2, 7) for name, each in found.items() if each or name not in COUNTS}
+    told = scan(values.cast(kind), spec, places_from(2, 7, 20))
+    assert numbers(told) == numbers(ColumnStatistics(**found, places=places))
+
+
+def test_elements_behind_a_null_array_do_not_count() -> None:
+    arrays = pa.ListArray.from_arrays(
+        pa.array([0, 2, 4, 7], pa.int32()),
+        pa.array([1, None, None, 99, 5, 6, 7]),
+        mask=pa.array([False, True, False]),
+    )
+    assert arrays.to_pylist() == [[1, None], None, [5, 6, 7]]
+    assert scan(arrays, ARRAY) == ColumnStatistics(
+        nulls=1, null_elements=1, shortest=2, longest=3, smallest=1, largest=7
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [REALS, WHOLES, pa.bool_(), pa.list_(WHOLES), pa.list_(pa.float32())],
+    ids=str,
+)
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
+    kind: pa.DataType, data: st.DataObject
+) -> None:
+    spec = ARRAY if pa.types.is_list(kind) else WHOLE
+    of_kind = {REALS: floats, WHOLES: integers, pa.bool_(): st.booleans()}
+    element = integers if kind == pa.list_(WHOLES) else floats
+    value = of_kind.get(kind, st.lists(st.none() | element, max_size=3))
+    rows = data.draw(st.lists(st.none() | value, max_size=12))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    values = pa.array(rows, kind)
+
+    pieces = [
+        (values.slice(start, stop - start), start)
+        for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True)
+    ]
+    found = [scan(piece, spec, places_from(3, start, 20)) for piece, start in pieces]
+
+    whole = numbers(scan(values, spec, places_from(3, 0, 20)))
+    assert numbers(sum(found, ColumnStatistics())) == whole
+    alone = [scan(values[k : k + 1], spec, places_from(3, k, 20)) for k in range(len(rows))]
+    assert numbers(sum(alone, ColumnStatistics())) == whole
+
+
+def check(*columns: ColumnStatistics, shard_rows: tuple[int, ...] = (3, 4)) -> None:
+    specs = [ColumnSpec(name, torch.float32) for name in ("first", "second")]
+    check_statistics(DataStatistics(shard_rows, columns), specs[: len(columns)])
+
+
+GOOD = ColumnStatistics(smallest=0, largest=1)
+
+
+@every(
+    ("columns", "shard_rows", "words"),
+    [
+        ([ColumnStatistics()], (0,), "the DataFrame is empty"),
+        ([ColumnStatistics()], (0, 0), "the DataFrame is empty"),
+        ([GOOD], (1, 1, 0), r"2 rows, fewer than the 3 workers.*numWorkers.* 2"),
+        (
+            [GOOD, ColumnStatistics(nulls=5)],
+            (3, 4),
+            r"column 'second' has 5 null values in 7 rows\. Drop these rows .*F\.coalesce",
+        ),
+        (
+            [ColumnStatistics(null_elements=2, shortest=3, longest=3), GOOD],
+            (3, 4),
+            r"column 'first' has null elements .* in 2 of 7 rows\. .*F\.coalesce",
+        ),
+        (
+            [GOOD, ColumnStatistics(shortest=2, longest=9)],
+            (3, 4),
+            r"column 'second' holds arrays of 2 to 9 elements;.*F\.size\('second'\)",
+        ),
+        (
+            [ColumnStatistics(shortest=0, longest=0)],
+            (3, 4),
+            "column 'first' holds only empty arrays",
+        ),
+        (
+            [ColumnStatistics(out_of_range=2, smallest=0, largest=1e300)],
+            (3, 4),
+            r"column 'first' has 2 rows of 7 .* range of float32, -3.4\S+e\+38 .*columnDtypes",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_its_number_and_a_remedy(
+    columns: list[ColumnStatistics], shard_rows: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        check(*columns, shard_rows=shard_rows)
+
+
+@every("told", [0, 1, 3])
+def test_workers_that_tell_of_other_columns_are_refused_with_both_numbers(told: int) -> None:
+    with pytest.raises(TrainingError, match=f"reported {told} columns, but the training has 2"):
+        check_statistics(DataStatistics((9,), (GOOD,) * told), [WHOLE, REAL])
+
+
+def test_what_lasts_of_the_statistics_does_not_depend_on_the_order_of_the_rows() -> None:
+    first, second = (
+        DataStatistics.of([ShardStatistics(3, (scan(pa.array(rows), REAL),), weight=2.0)])
+        for rows in ([1.0, None, 3.0], [3.0, 1.0, None])
+    )
+    assert first.columns[0].places != second.columns[0].places
+    assert first.lasting() == second.lasting()
+    assert repr(first) == repr(second)
+
+
+def test_the_mean_weight_is_over_the_rows_of_all_workers() -> None:
+    shards = [
+        ShardStatistics(3, (), weight=9.0),
+        ShardStatistics(0, ()),
+        ShardStatistics(1, (), weight=3.0),
+    ]
+    assert DataStatistics.of(shards).mean_weight == 3.0
+    assert DataStatistics.of([ShardStatistics(4, ())]).mean_weight == 1.0
+
+
+def test_the_first_bad_row_is_that_of_the_first_partition_whoever_has_read_it() -> None:
+    def shard(partition: int, reason: str) -> ShardStatistics:
+        places = {"broken": (partition, 4), "skipped": (partition, 1)}
+        counts = {"broken": 1, "skipped": 1, "reason": reason, "skip_reason": reason}
+        return ShardStatistics(9, (ColumnStatistics(**counts, places=places),))  # type: ignore[arg-type]
+
+    shards = [shard(5, "is blue"), shard(2, "is red"), shard(7, "is green")]
+    for ranks in (shards, shards[::-1]):
+        (found,) = DataStatistics.of(ranks).columns
+        assert (found.broken, found.reason, found.skip_reason) == (3, "is red", "is red")
+        assert found.where("broken") == "row 4 of partition 2"
+        assert found.where("skipped") == "row 1 of partition 2"
