@@ -18,10 +18,7 @@ ones, each with other initial values and another order of rows; all contenders g
 ``--search`` first finds each contender's best settings, by later fits, and then measures with
 these; they are printed to be put down in ``SETTINGS``. It judges by validation rows,
 which share no image with the test rows, and uses seeds that no turn uses. Each contender tries as
-many settings as the others: the neighbours of the best so far, learning rates by steps of half as
-much again, until every contender's best has been compared with all of its neighbours. A learning
-rate does not change what an epoch takes: a snapshot's seconds are the least that any fit of the
-contender with the same other settings took until then, so other work on the machine counts little.
+many settings as the others, picked at random (Bergstra and Bengio 2012), or all that it has.
 
 ``--plot`` draws the curves with matplotlib, which comes with ``sparkdl-torch[examples]``, on a
 transparent background and in colours of medium brightness, so that the picture can be read on a
@@ -30,12 +27,10 @@ light page and on a dark one.
 
 import itertools
 import json
-import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,9 +55,9 @@ ALONE = "one_process"
 CONTENDERS = (*OURS, *SPARK_PEERS, ALONE)
 SESSION_TIMEOUT_SECONDS = 3_600.0
 
-RATE, RATE_STEP = 0.1, 1.5
-POINTS, ROUNDS = 4, 8
-"""Settings that each contender tries in a round of the search, and rounds at most."""
+RATES = [0.02, 0.03, 0.044, 0.067, 0.1, 0.15, 0.22]
+TRIES = 12
+"""Settings that each contender tries."""
 SEARCH_SEEDS = 1_000
 """The first seed of the search."""
 PERIODS = [1, 2, 5, 10, 21, digits.STEPS]
@@ -71,7 +66,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "averaging_loop": {"period": PERIODS},
     ALONE: {"threads": [1, 2]},
 }
-"""Settings beside the learning rate, in order and from end to end; nothing lies beyond."""
+"""Settings beside the learning rate."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparkdl": {"learning_rate": 0.1, "period": 63},
     "sparkdl_all_reduce": {"learning_rate": 0.1},
@@ -81,13 +76,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "averaging_frame": {"learning_rate": 0.1},
     "one_process": {"learning_rate": 0.044, "threads": 2},
 }
-"""Found by ``--search`` on 29 November 2026: the best of four each, of 12 for one process."""
+"""Found on 29 November 2026 by trying neighbours of the best: 4 each, of 12 for one process."""
 
 Fits = list[dict[str, Any]]
 """``seconds`` and ``curve`` of the fits of one session; see accuracy_curves.py."""
 Session = Callable[[Sequence[dict[str, Any]]], Fits]
-Point = tuple[int, ...]
-"""Settings as steps: of the learning rate from ``RATE``, and places in the lists of options."""
 
 
 def main() -> None:
@@ -247,128 +240,30 @@ def seconds_to(fit: Mapping[str, Any]) -> float:
     return accuracy_curves.seconds_to(fit["curve"], WANTED)
 
 
-@dataclass
-class Trials:
-    """What a contender has tried.
-
-    Args:
-        options: of ``OPTIONS``.
-        start: where the search begins.
-    """
-
-    options: Mapping[str, list[Any]]
-    start: Point
-    fits: dict[Point, Fits] = field(default_factory=dict)
-    scores: dict[Point, tuple[float, float]] = field(default_factory=dict)
-    """Less is better: the median of the seconds, then of the accuracy that lacks in the end."""
-
-    @property
-    def best(self) -> Point:
-        """The best so far."""
-        return min(self.scores, key=self.scores.__getitem__)
-
-    def judge(self) -> None:
-        """Score all that was tried."""
-        least: dict[tuple[Point, int], float] = {}
-        for point, fits in self.fits.items():
-            for fit in fits:
-                for epoch, (seconds, _) in enumerate(fit["curve"]):
-                    at = point[1:], epoch
-                    least[at] = min(seconds, least.get(at, math.inf))
-        for point, fits in self.fits.items():
-            seconds_to_it = [
-                next(
-                    (
-                        least[point[1:], epoch]
-                        for epoch, (_, accuracy) in enumerate(fit["curve"])
-                        if accuracy >= WANTED
-                    ),
-                    math.inf,
-                )
-                for fit in fits
-            ]
-            missing = 1 - statistics.median(last_accuracy(fit) for fit in fits)
-            self.scores[point] = statistics.median(seconds_to_it), missing
-
-    def neighbours(self, point: Point) -> list[Point]:
-        """Settings one step away in one of them."""
-        ends = [math.inf, *(len(values) - 1 for values in self.options.values())]
-        return [
-            (*point[:at], value + step, *point[at + 1 :])
-            for at, value in enumerate(point)
-            for step in (-1, 1)
-            if at == 0 or 0 <= value + step <= ends[at]
-        ]
-
-    def next(self) -> list[Point]:
-        """As many as a round tries: the neighbours of the best, of the second best, and so on."""
-        ranked = sorted(self.scores, key=self.scores.__getitem__)
-        proposed = itertools.chain([self.start], self._around(ranked or [self.start]))
-        new = dict.fromkeys(each for each in proposed if each not in self.scores)
-        return [*itertools.islice(new, POINTS)]
-
-    def _around(self, points: list[Point]) -> Iterator[Point]:
-        seen = [*points]
-        for point in seen:  # grows while it is read
-            found = self.neighbours(point)
-            yield from found
-            seen += [each for each in found if each not in seen]
-            if len(seen) > 100 * POINTS:
-                return
-
-    def settings(self, point: Point) -> dict[str, Any]:
-        """The settings that a contender takes."""
-        values = zip(self.options.items(), point[1:], strict=True)
-        rate = float(f"{RATE * RATE_STEP ** point[0]:.2g}")
-        return {"learning_rate": rate, **{name: each[at] for (name, each), at in values}}
-
-
 def search(sessions: Mapping[str, Session], repeats: int) -> dict[str, dict[str, Any]]:
     """Returns each contender's best settings; prints how all that were tried did."""
-    trials = {
-        name: Trials(options, (0, *(len(values) - 1 for values in options.values())))
-        for name, options in ((each, OPTIONS.get(each, {})) for each in sessions)
-    }
-    for _ in range(ROUNDS):
-        for name, session in sessions.items():
-            try_next(name, trials[name], session, repeats)
-        on_an_edge = [
-            name
-            for name, each in trials.items()
-            if not {*each.neighbours(each.best)} <= {*each.scores}
+    best = {}
+    for name, session in sessions.items():
+        options = {"learning_rate": RATES, **OPTIONS.get(name, {})}
+        grid = [
+            dict(zip(options, each, strict=True)) for each in itertools.product(*options.values())
         ]
-        if not on_an_edge:
-            break
-    print(f"on an edge of what was tried: {on_an_edge or 'nobody'}", flush=True)
-    found = {name: each.settings(each.best) for name, each in trials.items()}
-    for name, settings in found.items():
-        print(f'"{name}": {settings},  # of {len(trials[name].scores)}', flush=True)
-    return found
-
-
-def try_next(name: str, trials: Trials, session: Session, repeats: int) -> None:
-    """Tries a round's settings, in a random order for each seed."""
-    points = trials.next()
-    shuffled = random.Random(7)
-    order = [
-        (point, SEARCH_SEEDS + seed)
-        for seed in range(repeats)
-        for point in shuffled.sample(points, len(points))
-    ]
-    first = (points[0], SEARCH_SEEDS)  # the first fit of a session is not a later one
-    plan = [
-        {**trials.settings(point), "epochs": EPOCHS, "seed": seed}
-        for point, seed in (first, *order)
-    ]
-    done = session(plan)[1:]
-    for point in points:
-        trials.fits[point] = [
-            f for (tried, _), f in zip(order, done, strict=True) if tried == point
+        tried = random.Random(7).sample(grid, min(TRIES, len(grid)))
+        plan = [
+            {**settings, "epochs": EPOCHS, "seed": SEARCH_SEEDS + seed}
+            for seed in range(repeats)
+            for settings in random.Random(seed).sample(tried, len(tried))
         ]
-    trials.judge()
-    for point, (seconds, missing) in trials.scores.items():
-        print(f"  {name} {trials.settings(point)}: {seconds:.2f} s, at last {1 - missing:.3f}")
-    print(f"  best of {name}: {trials.settings(trials.best)}", flush=True)
+        done = [*zip(plan, session([plan[0], *plan])[1:], strict=True)]  # the first is no later fit
+        scores = []
+        for settings in tried:
+            fits = [fit for planned, fit in done if settings.items() <= planned.items()]
+            seconds = statistics.median(map(seconds_to, fits))
+            scores.append((seconds, -statistics.median(map(last_accuracy, fits))))
+            print(f"  {name} {settings}: {seconds:.2f} s, at last {-scores[-1][1]:.3f}", flush=True)
+        best[name] = tried[scores.index(min(scores))]
+        print(f'"{name}": {best[name]},  # of {len(tried)}', flush=True)
+    return best
 
 
 def last_accuracy(fit: Mapping[str, Any]) -> float:
