@@ -131,6 +131,13 @@ def test_what_are_no_labels_is_refused(value: Any) -> None:
         classifier(labels=value)
 
 
+@every("huge", [2**53, -(2**53) - 1, np.int64(2**60 + 1), Decimal(2**53 + 1)])
+def test_whole_numbers_that_float64_takes_for_others_are_no_labels(huge: Any) -> None:
+    with pytest.raises(ConfigError, match=f"labels hold {huge}, but .* Use texts"):
+        classifier(labels=[5, huge])
+    assert classifier(labels=[5, 2**53 - 1, 1e300]).getLabels() == [5, 2**53 - 1, 1e300]
+
+
 def test_labels_of_other_types_become_what_a_saved_model_can_hold() -> None:
     assert classifier(labels=[True, False]).getLabels() == [True, False]
     assert classifier(labels=[Decimal("1.10"), Decimal(2)]).getLabels() == [1.1, 2.0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import numbers
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from sparkdl.spark.rows.converters import function, got
 from sparkdl.strategies import Strategy
 
 AnyCallback = Callback | WorkerCallback
+EXACT = 1 << 53
+"""Whole numbers below are the same as float64."""
 Label = str | int | float | bool
 
 SEVERAL_OPTIMIZERS = (
@@ -124,12 +128,12 @@ def labels(value: Any) -> list[Label]:
         them, decimals the nearest floats.
 
     Raises:
-        ConfigError: they are not distinct values of one of these types.
+        ConfigError: they are not distinct values of one of these types, or too large.
     """
     found = as_list(value) or []
     if any(isinstance(each, datetime.datetime) for each in found):
         raise ConfigError(f"labels are timestamps, starting with {found[0]!r:.100}: {INSTANTS}")
-    found = [_plain(each) for each in found]
+    given, found = found, [_plain(each) for each in found]
     kinds = [(str,), (bool,), (int, float)]
     alike = any(all(type(each) in kind for each in found) for kind in kinds)
     if len(found) < 2 or not alike or len(set(map(_in_tensor, found))) != len(found):
@@ -137,6 +141,14 @@ def labels(value: Any) -> list[Label]:
             "labels must be two or more different strings, or numbers, booleans or dates, in the "
             f"order of the model's outputs, got {value!r:.200}"
         )
+    for each in given:
+        # Rows and predictions hold labels as float64, where a neighbour's label would be the same.
+        if isinstance(each, (numbers.Integral, Decimal)) and abs(float(each)) >= EXACT:
+            raise ConfigError(
+                f"labels hold {each}, but rows and predictions hold numeric labels as float64, "
+                f"which has not every whole number from 2**53 ({EXACT}) on. Use texts: cast the "
+                "label column to string, and give such labels as strings"
+            )
     return found
 
 
