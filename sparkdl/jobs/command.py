@@ -21,6 +21,8 @@ from pyspark.sql import SparkSession
 from sparkdl.checkpoint.trust import trusted_modules
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
+from sparkdl.estimator.classifier import TorchClassificationModel, TorchRegressionModel
+from sparkdl.estimator.fitted import FittedModel
 from sparkdl.estimator.model import TorchModel
 from sparkdl.jobs import logs
 from sparkdl.jobs.grammar import JobName, Settings, read_settings
@@ -44,6 +46,13 @@ from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, message_of, text_
 RENAMING = ("hdfs", "viewfs")
 """Hadoop's file systems that rename a directory atomically, as its specification requires; object
 stores copy file by file, and others are unknown."""
+
+
+_KINDS: dict[str, type[FittedModel]] = {
+    f"{each.__module__}.{each.__qualname__}": each
+    for each in (TorchModel, TorchClassificationModel, TorchRegressionModel)
+}
+"""The models by what their files call them."""
 
 
 def locate(path: str) -> Location:
@@ -100,7 +109,7 @@ def load_model(path: str, trust: Sequence[str], spark: SparkSession) -> Any:
     with trusted_modules(*trust):
         if kind in ("pyspark.ml.pipeline.PipelineModel", "org.apache.spark.ml.PipelineModel"):
             return PipelineModel.load(path)
-        return TorchModel.load(path)
+        return _KINDS.get(kind, TorchModel).load(path)
 
 
 def torch_model(model: Any) -> TorchModel:
