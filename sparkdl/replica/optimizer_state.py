@@ -7,6 +7,7 @@ GPU's flat tensor has a copy of it there.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -203,7 +204,8 @@ class OptimizerState:
 
         Every replica must have the same layout, even one without rows or one whose model leaves a
         parameter unused, and only the optimizer knows what its state looks like. So it steps those
-        parameters once on zero gradients, after which they and their state are restored.
+        parameters once on zero gradients, after which they, their state and what the optimizer
+        itself and its groups hold are restored: some optimizers count their steps there.
         """
         optimizer = self._optimizer
         trainable = [p for group in optimizer.param_groups for p in group["params"]]
@@ -215,6 +217,8 @@ class OptimizerState:
         if not missing:
             return
         saved = [parameter.detach().clone() for parameter in missing]
+        own = dict(vars(optimizer))
+        settings = [copy.deepcopy(hyperparameters(group)) for group in optimizer.param_groups]
         optimizer.zero_grad()
         for parameter in missing:
             parameter.grad = torch.zeros_like(parameter)
@@ -230,6 +234,9 @@ class OptimizerState:
                     self._reserved[parameter] = state
                 else:
                     self._stateless.add(parameter)
+        vars(optimizer).update(own)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            put_back(group, before)
 
     def _entries(self) -> list[tuple[nn.Parameter, dict[str, Tensor], str]]:
         """Where the optimizer's floating-point state is or will be, in a fixed order."""
@@ -240,6 +247,18 @@ class OptimizerState:
             for state in [self._optimizer.state.get(parameter) or self._reserved.get(parameter, {})]
             for key in sorted(floats_of(state), key=str)
         ]
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group holds besides its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def put_back(group: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give a parameter group the hyperparameters that it had before, and no others."""
+    for key in hyperparameters(group).keys() - before.keys():
+        del group[key]
+    group.update(before)
 
 
 def is_away(tensor: Tensor, device: torch.device) -> bool:

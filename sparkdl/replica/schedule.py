@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import SchedulerBuilder
+from sparkdl.replica.optimizer_state import hyperparameters, put_back
 
 Unit = Literal["step", "epoch"]
 
@@ -41,7 +42,7 @@ class Schedule:
         self._optimizer = optimizer
         self._build = build
         self._unit = unit
-        self._initial = copy.deepcopy([_hyperparameters(g) for g in optimizer.param_groups])
+        self._initial = copy.deepcopy([hyperparameters(g) for g in optimizer.param_groups])
         self._steps = self._lead = 0
         self._losses: Sequence[float] = ()
         self._scheduler = None if build is None else _checked(build(optimizer), unit)
@@ -125,9 +126,7 @@ class Schedule:
             return
         if steps < self._steps:
             for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
-                for key in _hyperparameters(group).keys() - initial.keys():
-                    del group[key]
-                group.update(copy.deepcopy(initial))
+                put_back(group, copy.deepcopy(initial))
             self._scheduler = self._build(self._optimizer)
             self._steps = 0
         with warnings.catch_warnings():
@@ -143,10 +142,6 @@ class Schedule:
         else:
             self._scheduler.step()
         self._steps += 1
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _checked(scheduler: object, unit: Unit) -> LRScheduler:

@@ -106,6 +106,35 @@ def test_a_parameter_with_a_late_first_gradient_is_trained_as_in_plain_torch(nam
         )
 
 
+class CountsSteps(torch.optim.SGD):
+    """Shortens its steps by counts that are no parameter's, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / (group["count"] + self.taken)
+        return super().step(closure)
+
+
+@every("model", [PartlyUsed, LateHead])
+def test_counts_of_an_optimizers_own_steps_are_those_of_plain_torch(model: Any) -> None:
+    replica, oracle = replica_of(model(), CountsSteps), model()
+    oracle.load_state_dict(replica.module.state_dict())
+    optimizer = CountsSteps(oracle.parameters())
+    for seed in range(6):
+        replica.segments(with_optimizer=True)
+        replica.step(batch(seed))
+        train_plainly(oracle, optimizer, batch(seed).features[0], batch(seed).targets)
+    torch.testing.assert_close(
+        replica.module.state_dict(), oracle.state_dict(), rtol=1e-12, atol=1e-12
+    )
+
+
 @every("name", LAZY)
 def test_state_that_another_replica_has_is_taken_over_with_its_parameter(name: str) -> None:
     late, early = replica_of(LateHead(), LAZY[name]), replica_of(LateHead(), LAZY[name])
