@@ -92,7 +92,8 @@ class Resize:
                 )
             logger.info("%d workers go on until the epoch ends, as it was begun", before)
             return snapshot
-        kept, piece = dict[int, WorkerState](), checkpoint.worker_state(0)
+        kept, pieces = dict[int, WorkerState](), map(checkpoint.worker_state, range(before))
+        piece = next(filter(None, pieces), None)  # the first may have been lost meanwhile
         if piece is not None:
             kept[0] = WorkerState()
             for block in piece.blocks(IN_MEMORY_BYTES):

@@ -287,7 +287,29 @@ def newest_checkpoint(
     require_progress(resumed, epochs, workers)
     if not has_ended(resumed, epochs):
         logger.info("training resumes from %s", saved.path)
+        _warn_of_missing_states(resumed)
     return resumed
+
+
+def _warn_of_missing_states(resumed: ResumedCheckpoint) -> None:
+    """Say so if a checkpoint lacks what only the workers knew.
+
+    A training that was ended behind a commit that was not to become a checkpoint was saved without
+    them, as its workers had gone on; so was one whose workers were lost.
+    """
+    ranks = range(len(resumed.progress.positions))
+    missing = [rank for rank in ranks if resumed.worker_state(rank) is None]
+    if missing:
+        logger.warning(
+            "%s has the center, but of %d of %d workers not what only they knew, because the "
+            "training was ended between two checkpoints, or the workers were lost: there, random "
+            "numbers, counts and settings of the optimizer, and state that replicas do not "
+            "exchange start anew, so the result differs from that of a training that was not "
+            "interrupted. Delete the file to resume from the checkpoint before it, if there is one",
+            resumed.saved.path,
+            len(missing),
+            len(ranks),
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from sparkdl.events import EpochSummary, WindowReport, WindowSums
 from sparkdl.feed.column_statistics import ColumnStatistics
 from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
-from sparkdl.strategies import GradientAllReduce
+from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import _threads, run_world
 from sparkdl.worker import Job
 
@@ -277,6 +278,29 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
     assert (progress["epoch"], progress["rounds"]) >= (2, 2)
     assert "rank-00000" not in saved.contents
     assert same_bits(run_world(job, data.shards(), checkpoints=policy(tmp_path / "c")), whole)
+
+
+@every("ends", ["epoch", "round"])
+def test_a_training_that_resumes_without_what_its_workers_knew_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    """A callback has ended it where no checkpoint was due, or where one was."""
+
+    class Ends(Callback):
+        def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+            if ends == "epoch":
+                training.stop("enough")
+
+        def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+            if ends == "round":
+                training.stop("enough")
+
+    data, path = classification([12, 8]), tmp_path / ends
+    job = make_job(mlp(), epochs=3, strategy=ParameterAveraging(1, average_optimizer_state=False))
+    run_world(job, data.shards(), checkpoints=policy(path), callbacks=[Ends()])
+    run_world(job, data.shards(), checkpoints=policy(path))
+    assert ("of 2 of 2 workers not what only they knew" in caplog.text) is (ends == "round")
+    caplog.clear()
 
 
 def test_a_second_training_on_the_same_path_is_refused_and_the_first_goes_on(

@@ -171,6 +171,26 @@ def test_a_checkpoint_of_an_epochs_end_is_continued_as_if_workers_had_been_added
     assert same_bits(resumed, whole)
 
 
+def test_others_go_on_from_any_workers_state_if_the_first_was_lost_as_it_was_saved(
+    tmp_path: Path,
+) -> None:
+    job = make_job(mlp(), epochs=3, optimizer=CountsInWholeNumbers)
+    whole = trained(job, tmp_path, [2])
+    saved = policy(tmp_path / "checkpoints", every_epochs=1)
+    trained(replace(job, epochs=1), tmp_path, [], checkpoints=saved)
+    store = CheckpointStore(saved.path, keep_last=2)
+    newest = store.newest()
+    assert newest is not None
+    others = {
+        name: piece
+        for name, piece in newest.contents.items()
+        if name not in ("rank-00000", "sha256")
+    }
+    with store.held():
+        store.write(others, newest.description)
+    assert same_bits(trained(job, tmp_path, [], start=4, checkpoints=saved), whole)
+
+
 def with_held_out_rows(job: Job, directory: Path) -> tuple[Job, Any]:
     """Every third row is held out; and what starts as many workers as an averager has."""
     held = np.arange(ROWS) % 3 == 0
