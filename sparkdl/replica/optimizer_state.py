@@ -218,7 +218,7 @@ class OptimizerState:
             return
         saved = [parameter.detach().clone() for parameter in missing]
         own = dict(vars(optimizer))
-        settings = [copy.deepcopy(hyperparameters(group)) for group in optimizer.param_groups]
+        settings = copy.deepcopy([hyperparameters(group) for group in optimizer.param_groups])
         optimizer.zero_grad()
         for parameter in missing:
             parameter.grad = torch.zeros_like(parameter)
@@ -301,4 +301,12 @@ def build_optimizer(build: OptimizerBuilder, named: NamedParameters) -> torch.op
         named: the parameters to train, in the module's order.
     """
     pairs = list(named)
-    return build(pairs if takes_names(build) else [parameter for _, parameter in pairs])
+    optimizer = build(pairs if takes_names(build) else [parameter for _, parameter in pairs])
+    # Schedules write to a learning rate that is a tensor: here it would be the builder's own, from
+    # which the next optimizer is built, on the workers too.
+    clones: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        for key, value in hyperparameters(group).items():
+            if isinstance(value, Tensor):
+                group[key] = clones.setdefault(value, value.clone())
+    return optimizer

@@ -125,8 +125,9 @@ class Schedule:
         if self._build is None:
             return
         if steps < self._steps:
-            for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
-                put_back(group, copy.deepcopy(initial))
+            initial = copy.deepcopy(self._initial)
+            for group, before in zip(self._optimizer.param_groups, initial, strict=True):
+                put_back(group, before)
             self._scheduler = self._build(self._optimizer)
             self._steps = 0
         with warnings.catch_warnings():

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from replicas import train_plainly
 from torch import nn
 from torch.optim import lr_scheduler
-from toys import batches_by_hand, classification, make_job, mlp, schema
+from toys import batches_by_hand, classification, make_job, mlp, relative_error, schema
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
@@ -151,6 +151,23 @@ class Recording(torch.optim.SGD):
             rates = self.rates.setdefault(threading.current_thread().name, [])
             rates.append(round(self.param_groups[0]["lr"], 9))
         return super().step(closure)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_that_of_plain_torch_and_stays_the_users() -> None:
+    rate = torch.tensor(0.1)
+    adam = partial(torch.optim.Adam, lr=rate, fused=True)
+    data, by = classification([20]), warmup_then_cosine
+    job = make_job(mlp(), optimizer=adam, scheduler=by, scheduler_every="step", epochs=2)
+    outcome = run_world(job, data.shards())
+    assert rate == torch.tensor(0.1)
+    oracle = mlp().train()
+    optimizer = adam(oracle.parameters())
+    schedule = by(optimizer)
+    for epoch in (1, 2):
+        for features, targets in batches_by_hand(data, 0, epoch, 4):
+            train_plainly(oracle, optimizer, torch.from_numpy(features), torch.from_numpy(targets))
+            schedule.step()
+    assert relative_error(outcome.module, oracle) < 1e-9
 
 
 BY_STEP = [round(1 / (1 + step), 9) for step in range(19)]
