@@ -187,6 +187,12 @@ class ModelAndLoss(nn.Module):
         self._ddp_params_and_buffers_to_ignore = [
             name for name, each in self.named_parameters() if each in apart
         ]
+        # DistributedDataParallel expects sparse gradients of the same.
+        self._sparse = {
+            each.weight
+            for each in replica.module.modules()
+            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
+        }
         self._touched = self._trainable if all_used else self._trainable[:1]
         self._all_used = all_used
         self._forward_pass = forward_pass
@@ -196,7 +202,8 @@ class ModelAndLoss(nn.Module):
     def forward(self, batch: Batch | None) -> Tensor:
         """The mean loss; without a batch, a zero whose gradients are zero."""
         if batch is None and self._forward_pass is None:
-            zero: Tensor = _NoRows.apply(*self._touched)  # type: ignore[no-untyped-call]
+            sparse = tuple(each in self._sparse for each in self._touched)
+            zero: Tensor = _NoRows.apply(sparse, *self._touched)  # type: ignore[no-untyped-call]
             return zero if self._split is None else self._split.serve(zero)
         if self._forward_pass is not None:
             loss = self._synchronized(batch, self._forward_pass)
@@ -206,7 +213,7 @@ class ModelAndLoss(nn.Module):
         if self._split is not None:
             self._split.end_forward()
         if self.anchor is not None:
-            loss = loss + _NoRows.apply(self.anchor).to(loss.dtype)  # type: ignore[no-untyped-call]
+            loss = loss + _NoRows.apply((False,), self.anchor).to(loss.dtype)  # type: ignore[no-untyped-call]
         return loss
 
     def remember_used(self) -> None:
@@ -261,12 +268,20 @@ class _NoRows(torch.autograd.Function):
     """A loss of zero that gives the parameters gradients of zero."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        """The zero."""
+    def forward(ctx: Any, sparse: tuple[bool, ...], *parameters: Tensor) -> Tensor:
+        """The zero; ``sparse`` says of each parameter whether its gradient is."""
+        ctx.sparse = sparse
         ctx.save_for_backward(*parameters)
         return parameters[0].real.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The zeros."""
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+        pairs = zip(ctx.saved_tensors, ctx.sparse, strict=True)
+        return (None, *(_no_rows_of(p) if sparse else torch.zeros_like(p) for p, sparse in pairs))
+
+
+def _no_rows_of(table: Tensor) -> Tensor:
+    """A sparse gradient of an embedding, for no row of it."""
+    rows = torch.empty(1, 0, dtype=torch.int64, device=table.device)
+    return torch.sparse_coo_tensor(rows, table.new_empty(0, *table.shape[1:]), table.shape)
