@@ -104,7 +104,7 @@ def _join_and_train(
             attempt=placement.attempt,
             task=placement.task,
             restart_state=(
-                (lambda: restart_state(run, job.strategy))
+                (lambda: restart_state(run, job.strategy, passed_on=job.max_workers is not None))
                 if job.resubmissions or job.max_workers is not None
                 else None
             ),

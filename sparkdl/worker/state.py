@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
-from sparkdl.errors import CheckpointError
+from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.process.randomness import random_state, set_random_state
 from sparkdl.strategies.base import Run, Strategy
 
@@ -165,7 +165,7 @@ def checkpointed_state(run: Run, strategy: Strategy[Any]) -> bytes:
     return _packer(run, strategy)(run.replica.optimizer, center_has_optimizer=in_center)
 
 
-def restart_state(run: Run, strategy: Strategy[Any]) -> bytes:
+def restart_state(run: Run, strategy: Strategy[Any], *, passed_on: bool = False) -> bytes:
     """What the driver keeps of a worker, to restart all of them from a commit.
 
     That is the random numbers, the strategy's state, and the part of the optimizer that the center
@@ -175,12 +175,24 @@ def restart_state(run: Run, strategy: Strategy[Any]) -> bytes:
     Args:
         run: the worker's.
         strategy: the one by which it trains.
+        passed_on: whether other workers go on with it, as ``max_workers`` has it.
+
+    Raises:
+        ConfigError: the optimizer's state cannot be passed on.
     """
     pack = partial(_packer(run, strategy), center_has_optimizer=True)
+    optimizer = run.replica.optimizer if strategy.needs.exchanges_optimizer_state else None
     try:
-        return pack(run.replica.optimizer if strategy.needs.exchanges_optimizer_state else None)
-    except CheckpointError:  # the state of a user's optimizer, which nobody asked to save
-        return pack(None)
+        return pack(optimizer)
+    except CheckpointError as error:
+        if passed_on:
+            raise ConfigError(
+                "with maxWorkers, added workers go on with the state of the others' optimizers, "
+                f"but {type(optimizer).__name__} keeps some that cannot be sent without pickle: "
+                f"{error.__cause__}. Set numWorkers alone, or have it keep only tensors, numbers "
+                "and strings"
+            ) from error
+        return pack(None)  # the state of a user's optimizer, which nobody asked to save
 
 
 def _packer(run: Run, strategy: Strategy[Any]) -> Callable[..., bytes]:

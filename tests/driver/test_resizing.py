@@ -33,7 +33,7 @@ from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, serving
 from sparkdl.driver.resizing import Resize
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
@@ -149,6 +149,23 @@ def test_the_same_numbers_of_workers_give_the_same_bits_and_others_do_not(tmp_pa
     saved = policy(tmp_path / "checkpoints", every_epochs=1)
     of(replace(job, epochs=1), free=[], checkpoints=saved)
     assert same_bits(of(job, free=[], start=3, checkpoints=saved), first)
+
+
+class KeepsObjects(CountsInWholeNumbers):
+    """Keeps what only pickle could take along."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["hook"] = object()
+        return super().step(closure)
+
+
+def test_an_optimizer_that_others_could_not_go_on_with_is_refused(tmp_path: Path) -> None:
+    """Its counts would start anew in their midst."""
+    with pytest.raises(WorkerError, match=r"rank \d.*with maxWorkers.*KeepsObjects keeps some"):
+        trained(make_job(mlp(), optimizer=KeepsObjects, epochs=2), tmp_path, [2])
+    own = ParameterAveraging(1, average_optimizer_state=False)
+    job = make_job(mlp(), optimizer=KeepsObjects, epochs=2, strategy=own)
+    assert [row.workers for row in trained(job, tmp_path, [2]).history] == [2, 4]
 
 
 @every(
