@@ -77,13 +77,32 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _require_plain(values: Mapping[str, Any], whose: str) -> None:
+    others = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     try:
-        json.dumps({name: value for name, value in values.items() if not isinstance(value, Tensor)})
+        json.dumps(others)
+        _require_names(others)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{whose} keeps state that cannot be saved without pickle: {error}. Leave out "
             "checkpointPath, or have it keep only tensors, numbers and strings"
         ) from error
+
+
+def _require_names(value: Any) -> None:
+    """Check that the keys of dicts are strings; JSON makes strings of others, without a word.
+
+    Raises:
+        TypeError: some are not.
+    """
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"a dict has the key {key!r}, which is no string")
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return
+    for each in value:
+        _require_names(each)
 
 
 def unpack_worker_state(

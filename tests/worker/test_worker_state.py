@@ -14,6 +14,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from every_row import every
 from hypothesis import given, settings
 from misbehaving import Marked, marked
 from subprocesses import run_python
@@ -152,6 +153,14 @@ def test_what_only_pickle_could_save_is_refused_in_words() -> None:
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
     optimizer.param_groups[0]["hook"] = object()
     with pytest.raises(CheckpointError, match="SGD keeps state that cannot be saved"):
+        pack_worker_state(optimizer, CPU, center_has_optimizer=True)
+
+
+@every("kept", [{1: 0.5}, [{"by step": {2: 1}}]])
+def test_a_key_that_would_come_back_as_a_string_is_refused_in_words(kept: Any) -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["history"] = kept
+    with pytest.raises(CheckpointError, match=r"SGD keeps state.*has the key \d"):
         pack_worker_state(optimizer, CPU, center_has_optimizer=True)
 
 
