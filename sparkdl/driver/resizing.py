@@ -145,7 +145,9 @@ class Resize:
         if self._begun is None or not self._since(now - AWAY_S) or left < self._fewest:
             return None
         logger.warning("%s did not come back in %.0f s", _named(self._away), AWAY_S)
-        return self._change(averager, self._begun, left)
+        # The newest checkpoint may be of the rounds that are given up.
+        restart = replace(self._begun.restart, saved=False)
+        return self._change(averager, replace(self._begun, restart=restart), left)
 
     def _since(self, at: float) -> set[int]:
         return {rank for rank, since in self._away.items() if since <= at}

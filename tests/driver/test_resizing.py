@@ -446,6 +446,18 @@ def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it()
     assert resize.take() is None
 
 
+def test_no_checkpoint_of_rounds_that_are_given_up_is_taken_for_one_of_the_epochs_start() -> None:
+    resize, served = Resize(make_job(mlp(), epochs=9, max_workers=5), Free([])), Served(3, {0, 1})
+    averager: Any = served
+    resize.begin(averager)
+    assert resize.look(averager) is None
+    served.at = 60.0
+    assert resize.look(averager) == "3 workers become 2"
+    snapshot = resize.take()
+    assert snapshot is not None
+    assert not snapshot.restart.saved
+
+
 def test_of_tasks_with_several_workers_whole_ones_go_on() -> None:
     job = make_job(mlp(), epochs=9, max_workers=8)
     resize, served = Resize(job, Free([], ranks_a_task=2)), Served(6, set(range(6)))
