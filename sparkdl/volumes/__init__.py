@@ -3,7 +3,6 @@
 grid.py     where patches, blocks and chunks lie. Arithmetic
 blend.py    the weights of overlapping patches, and their sum, which moves along an axis
 chunk.py    one chunk, from the store through the network to the store
-numbers.py  numbers where they change their type
 store.py    where an array is, waiting for its store, and the arrays themselves, by tensorstore
 records.py  what an output is the output of, which of its chunks are done, and who writes it
 network.py  the model as a network of patches, and its trial in the driver

@@ -22,13 +22,6 @@ NEGLIGIBLE = 1e-9
 """Smaller weights are 0: they change no float32, but their products would be denormal, and slow."""
 
 
-def bump_logarithm(length: int) -> np.ndarray:
-    """The logarithm of the bump along an axis, shape (length,), float64: largest in the middle."""
-    u = 2 * (np.arange(length) + 1) / (length + 1) - 1
-    found: np.ndarray = -1 / (1 - u**2)
-    return found
-
-
 def axis_weights(starts: Sequence[int], length: int) -> np.ndarray:
     """The weights of patches along an axis, which sum to 1 wherever there are patches.
 
@@ -39,7 +32,8 @@ def axis_weights(starts: Sequence[int], length: int) -> np.ndarray:
     Returns:
         Shape (patches, length), float64.
     """
-    bump, origin = bump_logarithm(length), starts[0]
+    u = 2 * (np.arange(length) + 1) / (length + 1) - 1
+    bump, origin = -1 / (1 - u**2), starts[0]  # the bump's logarithm
     places = [slice(start - origin, start - origin + length) for start in starts]
     # Relative to the largest at each position: far from the middle, the bump itself is 0.
     largest = np.full(places[-1].stop, -np.inf)
@@ -96,18 +90,16 @@ class MovingSum:
         bounds: of the chunk.
         rows: length of the stretch along the first axis.
         device: where to sum.
+
+    Attributes:
+        first: the position of the first row that has not been taken out.
     """
 
     def __init__(self, channels: int, bounds: Bounds, rows: int, device: str) -> None:
         self._bounds = bounds
-        self._first = bounds[0][0]
+        self.first = bounds[0][0]
         extents = [upper - lower for lower, upper in bounds[1:]]
         self._sums = torch.zeros(channels, rows, *extents, device=device)
-
-    @property
-    def first(self) -> int:
-        """The position of the first row that has not been taken out."""
-        return self._first
 
     def add(self, values: Tensor, start: Sizes, weights: Sequence[AxisWeights]) -> None:
         """Add a patch.
@@ -118,7 +110,7 @@ class MovingSum:
             start: where it begins.
             weights: along each axis.
         """
-        bounds = ((self._first, self._bounds[0][1]), *self._bounds[1:])
+        bounds = ((self.first, self._bounds[0][1]), *self._bounds[1:])
         inside, here, product = [slice(None)], [slice(None)], torch.ones((), device=values.device)
         for (lower, upper), begin, (skipped, own) in zip(bounds, start, weights, strict=True):
             first = begin + skipped
@@ -132,11 +124,11 @@ class MovingSum:
 
     def take(self, upto: int) -> Tensor:
         """The rows before a position, shape (channels, rows, ...); they are taken out."""
-        rows = upto - self._first
+        rows = upto - self.first
         taken = self._sums[:, :rows].clone()
         left = self._sums.shape[1] - rows
         for row in range(left):  # each by itself, because the two places overlap
             self._sums[:, row] = self._sums[:, row + rows]
         self._sums[:, left:] = 0
-        self._first = upto
+        self.first = upto
         return taken

@@ -5,108 +5,28 @@ for the patches of each place along the first axis:
     those that hold only zeros are 0; the others go through the network
     add them, weighted, to the sum
     write the blocks that no later patch reaches
-
-Numbers that change their type on the way are checked, and those that were read have a digest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from sparkdl.errors import DataError, ModelError
-from sparkdl.feed.conversion import first_lost
+from sparkdl.errors import ModelError
 from sparkdl.volumes.blend import MovingSum, weights_within
 from sparkdl.volumes.grid import Bounds, Patches, Sizes
 
-
-def require_held(
-    values: np.ndarray, dtype: torch.dtype, bounds: Bounds, whose: str, remedy: str
-) -> None:
-    """Check that a dtype holds all numbers of a part of an array.
-
-    Args:
-        values: shape (channels, *sizes).
-        dtype: what they are to become.
-        bounds: where the part is.
-        whose: what holds them, as the beginning of a sentence.
-        remedy: what to do about it.
-
-    Raises:
-        DataError: it does not; the message names the first number and its place.
-    """
-    lost = first_lost(values, dtype)
-    if lost is None:
-        return
-    channel, *inside = (int(each) for each in np.unravel_index(lost, values.shape))
-    voxel = tuple(low + each for (low, _), each in zip(bounds, inside, strict=True))
-    name = str(dtype).removeprefix("torch.")
-    raise DataError(
-        f"{whose} holds {values.flat[lost]} ({values.dtype}) in voxel {voxel} of channel "
-        f"{channel}, which {name} cannot hold. {remedy}"
-    )
-
-
-class Reading:
-    """What is read of an input for one chunk, in the order in which it is read.
-
-    Args:
-        source: the input.
-        url: where it is, for messages.
-        dtype: that of the model's patches.
-    """
-
-    def __init__(self, source: Source, url: str, dtype: torch.dtype) -> None:
-        self._source, self._url, self._dtype = source, url, dtype
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def read(self, bounds: Bounds) -> np.ndarray:
-        """Read, shape (channels, *sizes).
-
-        Raises:
-            DataError: it cannot be read, or holds a number that the dtype cannot hold.
-        """
-        values = self._source.read(bounds)
-        require_held(
-            values,
-            self._dtype,
-            bounds,
-            self._url,
-            "Scale the array first, or make the model with an example of a wider dtype",
-        )
-        self._hash.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-        return values
-
-    @property
-    def digest(self) -> str:
-        """The digest of all that has been read."""
-        return self._hash.hexdigest()
-
-
+Read = Callable[[Bounds], np.ndarray]
+"""From a part of an array to what it holds, shape (channels, *sizes)."""
+Write = Callable[[Bounds, Tensor], None]
+"""Writes whole blocks, shape (channels, *sizes); they are durable when it returns."""
 Network = Callable[[np.ndarray], Tensor]
 """From patches, shape (n, channels, *patch), to shape (n, outputs, *kept), float32."""
-
-
-class Source(Protocol):
-    """An array that is read."""
-
-    def read(self, bounds: Bounds) -> np.ndarray:
-        """Read, shape (channels, *sizes)."""
-
-
-class Target(Protocol):
-    """An array that is written."""
-
-    def write(self, bounds: Bounds, values: Tensor) -> None:
-        """Write whole blocks, shape (channels, *sizes); they are durable when it returns."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +51,15 @@ class Recipe:
 
 
 def predict_chunk(
-    recipe: Recipe, bounds: Bounds, source: Source, target: Target, network: Network, device: str
+    recipe: Recipe, bounds: Bounds, read: Read, write: Write, network: Network, device: str
 ) -> int:
     """Predict one chunk; returns how many patches went through the network.
 
     Args:
         recipe: how.
         bounds: of the chunk.
-        source: what is read.
-        target: what is written, all of it once this returns.
+        read: reads the input.
+        write: writes the output, all of it once this returns.
         network: computes patches.
         device: where it leaves them.
     """
@@ -153,12 +73,12 @@ def predict_chunk(
     computed = 0
     written: Future[None] | None = None
     with ThreadPoolExecutor(2) as pool:  # one reads, one writes
-        coming = pool.submit(mirrored, source, patches.shape, patches.reads(layers[0]))
+        coming = pool.submit(mirrored, read, patches.shape, patches.reads(layers[0]))
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            read = coming.result()
+            given = coming.result()
             if following is not None:
-                coming = pool.submit(mirrored, source, patches.shape, patches.reads(following))
-            for place, values in _outputs(recipe, read, list(itertools.product(*layer)), network):
+                coming = pool.submit(mirrored, read, patches.shape, patches.reads(following))
+            for place, values in _outputs(recipe, given, layer, network):
                 start = tuple(starts[n] for starts, n in zip(patches.starts, place, strict=True))
                 own = [w[n - all_[0]] for w, n, all_ in zip(weights, place, numbers, strict=True)]
                 sums.add(values, start, own)
@@ -172,16 +92,16 @@ def predict_chunk(
                     written.result()  # before the next rows take as much memory
                 upto = min(ready, sums.first + rows)
                 part = ((sums.first, upto), *bounds[1:])
-                written = pool.submit(target.write, part, _taken(recipe, sums, part))
+                written = pool.submit(write, part, _taken(recipe, sums, part))
     if written is not None:
         written.result()
     return computed
 
 
-def read_chunk(patches: Patches, bounds: Bounds, source: Source) -> None:
+def read_chunk(patches: Patches, bounds: Bounds, read: Read) -> None:
     """Read what a chunk is predicted from, in the same parts and order."""
     for layer in _layers(patches, bounds)[1]:
-        source.read(_inside(patches.shape, patches.reads(layer)))
+        read(_inside(patches.shape, patches.reads(layer)))
 
 
 def _layers(patches: Patches, bounds: Bounds) -> tuple[list[range], list[tuple[range, ...]]]:
@@ -210,11 +130,11 @@ def _taken(recipe: Recipe, sums: MovingSum, part: Bounds) -> Tensor:
     return values.argmax(0, keepdim=True).cpu()
 
 
-def mirrored(source: Source, shape: Sizes, wanted: Bounds) -> np.ndarray:
+def mirrored(read: Read, shape: Sizes, wanted: Bounds) -> np.ndarray:
     """Read a part of an array; what is beyond its edges mirrors what is inside.
 
     Args:
-        source: the array.
+        read: reads the array.
         shape: its shape, without channels.
         wanted: the part.
 
@@ -226,7 +146,7 @@ def mirrored(source: Source, shape: Sizes, wanted: Bounds) -> np.ndarray:
         (there[0] - asked[0], asked[1] - there[1])
         for asked, there in zip(wanted, inside, strict=True)
     ]
-    values = source.read(inside)
+    values = read(inside)
     return np.pad(values, [(0, 0), *beyond], mode="reflect") if np.any(beyond) else values
 
 
@@ -239,28 +159,25 @@ def _inside(shape: Sizes, wanted: Bounds) -> Bounds:
 
 
 def _outputs(
-    recipe: Recipe, read: np.ndarray, places: Sequence[Sizes], network: Network
+    recipe: Recipe, given: np.ndarray, layer: Sequence[range], network: Network
 ) -> Iterator[tuple[Sizes, Tensor]]:
     """What the network makes of each patch that is not skipped, in order.
 
     Args:
         recipe: how.
-        read: what the patches need, shape (channels, *sizes).
-        places: the numbers of the patches along each axis; the first is at the corner of ``read``.
+        given: what the patches need, shape (channels, *sizes).
+        layer: the numbers of the patches along each axis.
         network: computes patches.
     """
     patches = recipe.patches
     waiting: list[tuple[Sizes, np.ndarray]] = []
-    corner = [starts[n] for starts, n in zip(patches.starts, places[0], strict=True)]
-    for place in places:
-        cut = tuple(
-            slice(starts[n] - first, starts[n] - first + length)
-            for starts, n, first, length in zip(
-                patches.starts, place, corner, patches.patch, strict=True
-            )
-        )
-        channels_too = (slice(None), *cut)
-        values = read[channels_too]
+    along = [
+        {n: slice(starts[n] - starts[some[0]], starts[n] - starts[some[0]] + length) for n in some}
+        for starts, some, length in zip(patches.starts, layer, patches.patch, strict=True)
+    ]
+    for place in itertools.product(*layer):
+        cut = (slice(None), *(slices[n] for slices, n in zip(along, place, strict=True)))
+        values = given[cut]
         if not recipe.skip_zeros or values.any():
             waiting.append((place, values))
     # In equal parts: torch computes a last patch that is alone several times as slowly.

@@ -9,6 +9,7 @@ Sizes and positions are in voxels, by axis, the slowest axis first: (z, y, x) or
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -98,31 +99,13 @@ class Patches:
         return tuple(found)
 
 
-@dataclass(frozen=True)
-class Chunks:
+def chunks_of(shape: Sizes, chunk: Sizes) -> list[Bounds]:
     """An array cut into chunks, from its first corner; the last along an axis may be smaller."""
-
-    shape: Sizes
-    chunk: Sizes
-
-    @cached_property
-    def counts(self) -> Sizes:
-        """Chunks along each axis."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
-
-    def __len__(self) -> int:
-        return math.prod(self.counts)
-
-    def __getitem__(self, number: int) -> Bounds:
-        """The bounds of a chunk; numbers run along the last axis first."""
-        places = []
-        for count in reversed(self.counts):
-            number, place = divmod(number, count)
-            places.append(place)
-        return tuple(
-            (place * c, min(n, (place + 1) * c))
-            for place, c, n in zip(reversed(places), self.chunk, self.shape, strict=True)
-        )
+    along = [
+        [(start, min(n, start + size)) for start in range(0, n, size)]
+        for n, size in zip(shape, chunk, strict=True)
+    ]
+    return list(itertools.product(*along))
 
 
 def default_chunk(patches: Patches, outputs: int, slots: float) -> Sizes:
@@ -137,7 +120,7 @@ def default_chunk(patches: Patches, outputs: int, slots: float) -> Sizes:
     numbers = outputs * math.prod(patches.patch)
     times = max(1, int((SUMMED_NUMBERS / numbers) ** (1 / len(across))))
     wide = [times * each for each in across]
-    parts = math.ceil(CHUNKS * slots / len(Chunks(patches.shape[1:], tuple(wide))))
+    parts = math.ceil(CHUNKS * slots / len(chunks_of(patches.shape[1:], tuple(wide))))
     return (depth * math.ceil(patches.shape[0] / (depth * parts)), *wide)
 
 

@@ -22,11 +22,11 @@ from sparkdl.spark.cluster.slots import most_slots
 from sparkdl.spark.inference.failures import told_in_driver
 from sparkdl.spark.launch.environments import checked
 from sparkdl.user_code.tracebacks import message_of
-from sparkdl.volumes.chunk import Reading, Recipe, mirrored
+from sparkdl.volumes.chunk import Recipe, mirrored
 from sparkdl.volumes.grid import (
-    Chunks,
     Patches,
     Sizes,
+    chunks_of,
     default_blocks,
     default_chunk,
     require_chunk,
@@ -44,7 +44,7 @@ MOST_TASKS = 50_000
 """If there are more chunks, a task computes several."""
 MOST_SLOTS = 1000
 """More are not counted on, where executors come on demand."""
-COLUMNS = "chunk bigint, patches bigint, computed boolean"
+COLUMNS = "chunk bigint, patches bigint"
 """Of the Spark job's rows."""
 LOOK_S = 0.2
 """Seconds between two looks at how many chunks are done."""
@@ -110,7 +110,7 @@ def transform_volume(
     model = model.at_once(VOXELS_AT_ONCE // math.prod(patch))
     middle = [max(0, (n - p) // 2) for n, p in zip(read.shape, patch, strict=True)]
     wanted = tuple((low, low + p) for low, p in zip(middle, patch, strict=True))
-    sample = mirrored(Reading(read, read.url, model.taken), read.shape, wanted)
+    sample = mirrored(partial(read.read, dtype=model.taken), read.shape, wanted)
     outputs, cut = model.try_patch(module, sample)
     cropped = chosen_crop or cut
     if any(asked < least for asked, least in zip(cropped, cut, strict=True)):
@@ -208,7 +208,7 @@ def _computed(
         DataError: an array cannot be read or written.
         ModelError: the network fails.
     """
-    chunks = Chunks(task.recipe.patches.shape, task.chunk)
+    chunks = chunks_of(task.recipe.patches.shape, task.chunk)
     numbers = [n for n in range(len(chunks)) if n not in done or n in task.known]
     logger.info(
         "of %d chunks of %s, %d are missing, and the input of %d others is compared",
@@ -234,7 +234,7 @@ def _computed(
             with told_in_driver():
                 raise failure
         show(len(chunks))
-    found = {row.chunk: row.patches for row in results if row.computed}
+    found = {row.chunk: row.patches for row in results}
     patches = {**{number: marker.patches for number, marker in done.items()}, **found}
     return VolumeSummary(
         chunks=len(chunks),

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from sparkdl.errors import ConfigError, DataError, SetupError, SparkDLError
+from sparkdl.feed.conversion import first_lost
 from sparkdl.redaction import shown, without_credentials
-from sparkdl.volumes.chunk import require_held
 from sparkdl.volumes.grid import Bounds, Sizes
 
 Place = str | os.PathLike[str] | Mapping[str, Any]
@@ -225,11 +225,11 @@ class Volume:
 
         None if it is in no local files, or a link among them leads elsewhere.
         """
-        (store, path), digest = self.location, hashlib.sha256()
+        store, path = self.location
         if store["driver"] != "file":
             return None
         with said("read", self.url):
-            return digest.hexdigest() if _add_files(path, digest) else None
+            return _digest_of(path)
 
     @property
     def holds_nothing(self) -> bool:
@@ -251,15 +251,18 @@ class Volume:
             )
         return tuple(layout.write_chunk.shape[-axes:])
 
-    def read(self, bounds: Bounds) -> np.ndarray:
+    def read(self, bounds: Bounds, dtype: torch.dtype) -> np.ndarray:
         """Read, shape (channels, *sizes).
 
         Raises:
-            DataError: it cannot be read.
+            DataError: it cannot be read, or holds a number that the dtype cannot hold.
         """
         with said("read", self.url):
             values: np.ndarray = answered(self._part(bounds).read(), DATA_S)
-        return values if self.channels else values[None]
+        values = values if self.channels else values[None]
+        remedy = "Scale the array first, or make the model with an example of a wider dtype"
+        _require_held(values, dtype, bounds, self.url, remedy)
+        return values
 
     def write(self, bounds: Bounds, values: Tensor) -> None:
         """Write, shape (channels, *sizes); the values are durable when it returns.
@@ -268,7 +271,7 @@ class Volume:
             DataError: it cannot be written, or its dtype cannot hold a value.
         """
         computed = values.numpy()
-        require_held(
+        _require_held(
             computed,
             getattr(torch, self.dtype.name),
             bounds,
@@ -286,22 +289,51 @@ class Volume:
         return part[tensorstore().d[:].translate_to[0]]
 
 
-def _add_files(folder: str, digest: Any) -> bool:
-    """Add the files in a folder to a digest; returns whether there are some, and no links."""
-    with os.scandir(folder) as found:
+def _require_held(
+    values: np.ndarray, dtype: torch.dtype, bounds: Bounds, whose: str, remedy: str
+) -> None:
+    """Check that a dtype holds all numbers of a part of an array.
+
+    Args:
+        values: shape (channels, *sizes).
+        dtype: what they are to become.
+        bounds: where the part is.
+        whose: what holds them, as the beginning of a sentence.
+        remedy: what to do about it.
+
+    Raises:
+        DataError: it does not; the message names the first number and its place.
+    """
+    lost = first_lost(values, dtype)
+    if lost is None:
+        return
+    channel, *inside = (int(each) for each in np.unravel_index(lost, values.shape))
+    voxel = tuple(low + each for (low, _), each in zip(bounds, inside, strict=True))
+    name = str(dtype).removeprefix("torch.")
+    raise DataError(
+        f"{whose} holds {values.flat[lost]} ({values.dtype}) in voxel {voxel} of channel "
+        f"{channel}, which {name} cannot hold. {remedy}"
+    )
+
+
+def _digest_of(path: str) -> str | None:
+    """A digest of the files in a folder; None if there is a link among them."""
+    digest = hashlib.sha256()
+    with os.scandir(path) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
+        told: object
         if entry.is_symlink():
-            return False
+            return None
         if entry.is_dir():
-            digest.update(f"{entry.name}/".encode(errors="surrogateescape"))
-            if not _add_files(entry.path, digest):
-                return False
-            continue
-        status = entry.stat()
-        told = (entry.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-        digest.update(repr(told).encode())
-    return True
+            told = _digest_of(entry.path)
+            if told is None:
+                return None
+        else:
+            status = entry.stat()
+            told = (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+        digest.update(repr((entry.name, told)).encode())
+    return digest.hexdigest()
 
 
 def created(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import torch
 
 from sparkdl.process.torch_settings import share_freed_memory
-from sparkdl.volumes.chunk import Reading, Recipe, predict_chunk, read_chunk
-from sparkdl.volumes.grid import Chunks, Sizes
+from sparkdl.volumes.chunk import Read, Recipe, predict_chunk, read_chunk
+from sparkdl.volumes.grid import Bounds, Sizes, chunks_of
 from sparkdl.volumes.network import PatchModel
 from sparkdl.volumes.records import Marker, Records
 from sparkdl.volumes.store import Volume
-
-SCHEMA = pa.schema([("chunk", pa.int64()), ("patches", pa.int64()), ("computed", pa.bool_())])
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ChunkTask:
     done: Any
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Called by Spark; yields a row for each chunk.
+        """Called by Spark; yields a row for each chunk that it has computed.
 
         Raises:
             DataError: an array cannot be read or written, or holds a number that cannot be
@@ -56,26 +57,35 @@ class ChunkTask:
         share_freed_memory()  # before tensorstore starts its threads
         axes = len(self.chunk)
         source, target = Volume.opened(self.source, axes), Volume.opened(self.target, axes)
-        records, chunks = Records(self.target), Chunks(source.shape, self.chunk)
+        records, chunks = Records(self.target), chunks_of(source.shape, self.chunk)
         model, patches = self.model, self.recipe.patches
         with model.predictor.running() as run:
             network = partial(model.outputs, run, kept=patches.kept)
-            for batch in batches:
-                for place in batch.column(0).to_pylist():
-                    number, reading = self.numbers[place], Reading(source, source.url, model.taken)
-                    bounds, known = chunks[number], self.known.get(number)
-                    if known is not None:
-                        read_chunk(patches, bounds, reading)
-                        if reading.digest == known.read:
-                            yield self._row(number, known.patches, computed=False)
-                            continue
-                        records.unmark(number)  # before its blocks are of both inputs
-                        reading = Reading(source, source.url, model.taken)
-                    count = predict_chunk(self.recipe, bounds, reading, target, network, run.device)
-                    records.mark(number, Marker(count, reading.digest), self.digest)
-                    yield self._row(number, count, computed=True)
+            for place in (place for batch in batches for place in batch.column(0).to_pylist()):
+                number = self.numbers[place]
+                bounds, known = chunks[number], self.known.get(number)
+                if known is not None:
+                    read, digest = _reading(source, model.taken)
+                    read_chunk(patches, bounds, read)
+                    if digest.hexdigest() == known.read:
+                        self.done.add(1)
+                        continue
+                    records.unmark(number)  # before its blocks are of both inputs
+                read, digest = _reading(source, model.taken)
+                write = target.write
+                count = predict_chunk(self.recipe, bounds, read, write, network, run.device)
+                records.mark(number, Marker(count, digest.hexdigest()), self.digest)
+                self.done.add(1)
+                yield pa.RecordBatch.from_pydict({"chunk": [number], "patches": [count]})
 
-    def _row(self, number: int, patches: int, *, computed: bool) -> pa.RecordBatch:
-        self.done.add(1)
-        columns = [pa.array([number]), pa.array([patches]), pa.array([computed])]
-        return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+def _reading(source: Volume, dtype: torch.dtype) -> tuple[Read, Any]:
+    """Reads of an input for one chunk, and the digest of all that they have read."""
+    digest = hashlib.blake2b(digest_size=16)
+
+    def read(bounds: Bounds) -> np.ndarray:
+        values = source.read(bounds, dtype)
+        digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+        return values
+
+    return read, digest

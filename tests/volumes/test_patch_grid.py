@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from every_row import every
 from hypothesis import given
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 
 from sparkdl.errors import ConfigError
 from sparkdl.volumes.grid import (
-    Chunks,
     Patches,
     Sizes,
+    chunks_of,
     default_blocks,
     default_chunk,
     require_chunk,
@@ -58,17 +60,9 @@ def test_the_patches_that_reach_into_an_interval_are_those_that_share_a_voxel_wi
 
 
 def test_chunks_are_a_partition_of_the_array() -> None:
-    chunks = Chunks((5, 7, 4), (2, 3, 4))
-    met = [
-        (z, y, x)
-        for number in range(len(chunks))
-        for (z, y, x) in [
-            (z, y, x)
-            for z in range(*chunks[number][0])
-            for y in range(*chunks[number][1])
-            for x in range(*chunks[number][2])
-        ]
-    ]
+    chunks = chunks_of((5, 7, 4), (2, 3, 4))
+    ranges = ([range(*along) for along in bounds] for bounds in chunks)
+    met = [voxel for axes in ranges for voxel in itertools.product(*axes)]
     assert len(chunks) == 9
     assert len(met) == len(set(met)) == 5 * 7 * 4
 

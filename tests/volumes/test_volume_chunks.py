@@ -160,6 +160,6 @@ def test_no_more_rows_are_in_memory_than_a_patch_and_a_block() -> None:
     target = InMemory(np.zeros_like(array))
     recipe = Recipe(Patches((1000, 4), (10, 4), (4, 0), (0, 0)), (8, 4), 1, 1, False, True)
     bounds = ((0, 1000), (0, 4))
-    predict_chunk(recipe, bounds, InMemory(array), target, torch.from_numpy, "cpu")
+    predict_chunk(recipe, bounds, InMemory(array).read, target.write, torch.from_numpy, "cpu")
     assert np.allclose(target.values, 1)
     assert target.largest == 8

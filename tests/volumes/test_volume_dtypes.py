@@ -23,8 +23,8 @@ from volume_case import bump
 from sparkdl.errors import DataError
 from sparkdl.protocols import ColumnSpec
 from sparkdl.volumes.blend import MovingSum, axis_weights, weights_within
-from sparkdl.volumes.chunk import Reading, Recipe, predict_chunk
-from sparkdl.volumes.grid import Chunks, Patches, starts_of
+from sparkdl.volumes.chunk import Recipe, predict_chunk
+from sparkdl.volumes.grid import Patches, chunks_of, starts_of
 from sparkdl.volumes.network import PatchModel
 from sparkdl.volumes.store import Volume, created
 
@@ -51,7 +51,7 @@ def predicted(
 ) -> np.ndarray:
     """What comes of an array, as numpy reads it, by a module that returns what it is given."""
     volume = Volume.opened(stored(path / "in", array, driver), 3)
-    source = Reading(volume, volume.url, spec.dtype)
+    read = partial(volume.read, dtype=spec.dtype)
     place = {"driver": "zarr3", "kvstore": f"file://{path}/out.zarr", "dtype": output}
     target = created(place, volume, 2, labels=False, blocks=(5, 6, 7))
     taken: list[Tensor] = []
@@ -62,16 +62,10 @@ def predicted(
 
     run: Any = SimpleNamespace(outputs=outputs)
     recipe = Recipe(PATCHES, target.blocks, 2, 4, labels=False, skip_zeros=True)
-    chunks, network = (
-        Chunks(SHAPE, (5, 12, 14)),
-        partial(
-            PatchModel(None, spec, None).outputs,  # type: ignore[arg-type]
-            run,
-            kept=PATCHES.kept,
-        ),
-    )
-    for number in range(len(chunks)):
-        predict_chunk(recipe, chunks[number], source, target, network, "cpu")
+    model = PatchModel(None, spec, None)  # type: ignore[arg-type]
+    network = partial(model.outputs, run, kept=PATCHES.kept)
+    for bounds in chunks_of(SHAPE, (5, 12, 14)):
+        predict_chunk(recipe, bounds, read, target.write, network, "cpu")
     assert {each.dtype for each in taken} == {spec.dtype}
     found: np.ndarray = target._view.read().result()
     return found

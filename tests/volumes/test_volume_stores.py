@@ -39,7 +39,7 @@ def values(seed: int = 0, shape: tuple[int, ...] = (2, *SHAPE)) -> np.ndarray:
 
 
 def everything(volume: Volume) -> Any:
-    return volume.read(tuple((0, n) for n in volume.shape))
+    return volume.read(tuple((0, n) for n in volume.shape), torch.float64)
 
 
 def new(place: Any, source: Volume, outputs: int = 2, *, labels: bool = False) -> Volume:
@@ -58,7 +58,7 @@ def test_an_array_of_any_format_is_read_with_its_channels_first(
     volume = Volume.opened(stored(tmp_path / "in", array, driver), 3)
     assert (volume.driver, volume.channels, volume.shape) == (driver, 2, SHAPE)
     assert np.array_equal(everything(volume), array)
-    part = volume.read(((1, 4), (2, 12), (3, 5)))
+    part = volume.read(((1, 4), (2, 12), (3, 5)), torch.float64)
     assert np.array_equal(part, array[:, 1:4, 2:12, 3:5])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.volumes.chunk import Recipe, predict_chunk
-from sparkdl.volumes.grid import Bounds, Chunks, Patches, Sizes
+from sparkdl.volumes.grid import Bounds, Patches, Sizes, chunks_of
 
 
 def bump(sizes: Sizes) -> np.ndarray:
@@ -119,9 +119,9 @@ def predict(
     )
     cut = (slice(None), slice(None), *middle(patches))
     identity = lambda given: torch.from_numpy(given[cut]).float()  # noqa: E731
-    chunks = Chunks(array.shape[1:], chunk)
-    for number in range(len(chunks)):
-        predict_chunk(recipe, chunks[number], InMemory(array), found, network or identity, "cpu")
+    read, write = InMemory(array).read, found.write
+    for bounds in chunks_of(array.shape[1:], chunk):
+        predict_chunk(recipe, bounds, read, write, network or identity, "cpu")
     written = found.writes[:1] if recipe.labels else found.writes
     assert (written == 1).all()
     return found.values
