@@ -22,38 +22,48 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What a fit has cost, without its first epoch if it had others: that one warms up.
+class Fit:
+    """What a fit trains, and how.
 
     Attributes:
         model: the class of the model.
-        strategy: how the replicas agreed, as it describes itself.
+        strategy: how the replicas agree, as it describes itself.
+        batch_size: rows per minibatch of each worker.
+        aggregation: where means are formed, ``driver``, ``executors`` or ``hierarchical``; None if
+            the strategy leaves no choice.
+        traffic: what the replicas exchange; None if there is no formula for it.
+        trained: numbers in the model that are trained.
+        model_bytes: of the model's parameters and buffers.
+    """
+
+    model: str = ""
+    strategy: str = ""
+    batch_size: int = 1
+    aggregation: str | None = None
+    traffic: Traffic | None = None
+    trained: int = 0
+    model_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Fit):
+    """What a fit has cost, without its first epoch if it had others: that one warms up.
+
+    Attributes:
         machine: where the figures were taken, in words.
         workers: how many there were.
         hosts: on how many hosts.
-        batch_size: rows per minibatch of each worker.
-        aggregation: where means were formed; None if the strategy leaves no choice.
-        traffic: what was exchanged; None if there is no formula for it.
         rows: of an epoch, all workers' together.
-        trained: numbers in the model that are trained.
-        model_bytes: of the model's parameters and buffers.
         worker_step_s: seconds that each worker computed and made minibatches in a step, by rank.
         round_s: seconds that an exchange held up the slowest worker, beyond its own steps.
         rounds: exchanges that this is the mean of.
         epoch_seconds: of the epochs that were counted.
     """
 
-    model: str
-    strategy: str
     machine: str
     workers: int
     hosts: int
-    batch_size: int
-    aggregation: str | None
-    traffic: Traffic | None
     rows: int
-    trained: int
-    model_bytes: int
     worker_step_s: tuple[float, ...]
     round_s: float
     rounds: int
@@ -131,17 +141,11 @@ class Profile:
             waited = (recording.seconds - before)[slowest, [WAIT, EXCHANGE]].sum() / passes
         hosts = sorted({host for host in recording.hosts if host})
         return cls(
-            model=setup.model,
-            strategy=setup.strategy,
+            **{each.name: getattr(setup, each.name) for each in fields(Fit)},
             machine=_machine(hosts),
             workers=recording.world_size,
             hosts=max(1, len(hosts)),
-            batch_size=setup.batch_size,
-            aggregation=setup.aggregation,
-            traffic=setup.traffic,
             rows=round(rows),
-            trained=setup.trained,
-            model_bytes=setup.model_bytes,
             worker_step_s=tuple((busy / passes / np.maximum(steps, 1)).tolist()),
             round_s=max(0.0, float(waited)) / rounds,
             rounds=rounds * len(epochs),

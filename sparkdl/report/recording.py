@@ -25,7 +25,7 @@ from sparkdl.averager.run_events import (
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES
-from sparkdl.planner.traffic import Traffic
+from sparkdl.planner.profile import Fit
 from sparkdl.report.time_bins import TimeBins, array_of
 from sparkdl.untrusted import read
 
@@ -40,41 +40,26 @@ BUSY = [DECODE, COMPUTE]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(Fit):
     """What was to be trained, and how.
 
     Attributes:
-        model: the class of the model.
-        strategy: how the replicas agree, as it describes itself.
         period: steps between two rounds; None where the strategy has no such number.
-        aggregation: where means are formed, ``driver``, ``executors`` or ``hierarchical``; None if
-            the strategy leaves no choice.
         collective: whether the workers exchange among themselves.
         wire_dtype: the dtype of values sent to the driver; None if it cannot be chosen.
         epochs: passes over the rows.
-        batch_size: rows per minibatch of each worker.
         parameters: numbers in the model that are trained or frozen.
-        trained: those of them that are trained.
-        model_bytes: of the model's parameters and buffers.
         settings: what else to show, by name.
         loss_use: what the loss divides by, in words by name; empty before the rows are known.
-        traffic: what the replicas exchange; None if there is no formula for it.
     """
 
-    model: str = ""
-    strategy: str = ""
     period: int | None = None
-    aggregation: str | None = None
     collective: bool = False
     wire_dtype: str | None = None
     epochs: int = 1
-    batch_size: int = 1
     parameters: int = 0
-    trained: int = 0
-    model_bytes: int = 0
     settings: Mapping[str, object] = field(default_factory=dict)
     loss_use: Mapping[str, str] = field(default_factory=dict)
-    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True, slots=True)
