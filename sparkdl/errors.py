@@ -22,6 +22,8 @@ SparkDLError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -165,3 +167,22 @@ class DisconnectedError(StoppedError):
 
 class RowsLostError(StoppedError):
     """Spark no longer delivers a worker's rows; its task fails, and Spark's own error says why."""
+
+
+@contextmanager
+def required(needed: str, extra: str) -> Iterator[None]:
+    """Import a package that an extra installs, inside a ``with`` block.
+
+    Args:
+        needed: what needs the package, ending with its name, for the message.
+        extra: the extra of sparkdl-torch.
+
+    Raises:
+        SetupError: it is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise SetupError(
+            f"{needed}, which is not installed here: pip install 'sparkdl-torch[{extra}]'"
+        ) from error

@@ -28,7 +28,7 @@ from pyspark.sql import types as T
 from sparkdl.encodings.any_size import announced, of_struct, upright
 from sparkdl.encodings.encoding import binary_bytes
 from sparkdl.encodings.images import pillow
-from sparkdl.errors import SetupError
+from sparkdl.errors import required
 from sparkdl.spark.rows.columns import quoted
 from sparkdl.user_code.tracebacks import message_of
 
@@ -155,13 +155,8 @@ def imagehash() -> Any:
     Raises:
         SetupError: it is not installed.
     """
-    try:
+    with required("hashes of images need imagehash", "dedup"):
         import imagehash as found
-    except ImportError as error:
-        raise SetupError(
-            "hashes of images need imagehash, which is not installed here: "
-            "pip install 'sparkdl-torch[dedup]'"
-        ) from error
     return found
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from sparkdl.encodings.encoding import DecodedRows, Encoding, Shape, broken_where, lists_of
 from sparkdl.encodings.numbers import RawBytes
 from sparkdl.encodings.pixels import OfPixels
-from sparkdl.errors import SetupError
+from sparkdl.errors import required
 from sparkdl.user_code.tracebacks import message_of
 
 if TYPE_CHECKING:  # the process that starts the ranks of a task has no torch
@@ -227,11 +227,6 @@ def pillow() -> Any:
     Raises:
         SetupError: it is not installed.
     """
-    try:
+    with required("encoded images are decoded with Pillow", "images"):
         import PIL.Image
-    except ImportError as error:
-        raise SetupError(
-            "encoded images are decoded with Pillow, which is not installed here: "
-            "pip install 'sparkdl-torch[images]'"
-        ) from error
     return PIL.Image

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparkdl.arguments import as_whole, require_whole
-from sparkdl.errors import ConfigError, ModelError, SetupError, SparkDLError
+from sparkdl.errors import ConfigError, ModelError, SparkDLError, required
 from sparkdl.outputs import described, parts_of
 from sparkdl.protocols import Batch, LossFunction, OptimizerBuilder
 from sparkdl.replica.replica import Precision, Replica
@@ -62,14 +62,8 @@ def fastest(layers: Sequence[Sequence[tuple[float, int]]], budget: int) -> list[
         ConfigError: nothing fits, or a layer has no options.
         SetupError: SciPy is not installed.
     """
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise SetupError(
-            "choosing options within a memory budget needs SciPy, which is not installed here: "
-            "pip install 'sparkdl-torch[planning]'"
-        ) from error
+    with required("choosing options within a memory budget needs SciPy", "planning"):
+        from scipy import optimize
     if not all(layers):
         raise ConfigError("a layer has no options to choose from")
     least = sum(min(size for _, size in options) for options in layers)
@@ -85,14 +79,13 @@ def fastest(layers: Sequence[Sequence[tuple[float, int]]], budget: int) -> list[
     one_each = layer_of == np.arange(len(layers))[:, None]
     unit = max(1.0, sizes.max())
     constraints = [
-        LinearConstraint(csr_array(one_each * 1.0), 1, 1),
-        LinearConstraint(sizes / unit, -np.inf, budget / unit),
+        optimize.LinearConstraint(one_each * 1.0, 1, 1),
+        optimize.LinearConstraint(sizes / unit, -np.inf, budget / unit),
     ]
     while True:
-        found = milp(
+        found = optimize.milp(
             seconds,
             integrality=np.ones_like(seconds),
-            bounds=Bounds(0, 1),
             constraints=constraints,
             options={"mip_rel_gap": 0.0},
         )
@@ -101,7 +94,8 @@ def fastest(layers: Sequence[Sequence[tuple[float, int]]], budget: int) -> list[
         if taken <= budget:
             return picks
         # What the solver takes for equal is some bytes apart: anything but this choice.
-        constraints.append(LinearConstraint(np.rint(found.x), -np.inf, len(layers) - 1))
+        other = optimize.LinearConstraint(np.rint(found.x), -np.inf, len(layers) - 1)
+        constraints.append(other)
 
 
 Example = Batch | Tensor | tuple[Tensor, ...] | dict[str, Tensor]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdl.errors import ConfigError, DataError, SetupError, SparkDLError
+from sparkdl.errors import ConfigError, DataError, SparkDLError, required
 from sparkdl.feed.conversion import first_lost
 from sparkdl.redaction import shown, without_credentials
 from sparkdl.volumes.grid import Bounds, Sizes
@@ -43,13 +43,8 @@ def tensorstore() -> Any:
     Raises:
         SetupError: it is not installed.
     """
-    try:
+    with required("the driver and all executors read and write arrays by tensorstore", "volumes"):
         import tensorstore
-    except ImportError as error:
-        raise SetupError(
-            "transform_volume reads and writes arrays by tensorstore, which is not installed here: "
-            "pip install 'sparkdl-torch[volumes]', on the driver and on all executors"
-        ) from error
     return tensorstore
 
 
