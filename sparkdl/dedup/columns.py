@@ -8,6 +8,7 @@ from pyspark.sql import types as T
 from sparkdl.dedup.params import DedupParams
 from sparkdl.encodings.pixels import FIELDS
 from sparkdl.errors import DataError
+from sparkdl.spark.rows.columns import type_of
 
 DUPLICATE_OF, DISTANCE = "duplicate_of", "distance"
 """The columns that marked rows have besides their own."""
@@ -67,16 +68,6 @@ def _comparable(frame: DataFrame, name: str, param: str) -> T.DataType:
 
 
 def _type_of(frame: DataFrame, name: str, param: str) -> T.DataType:
-    found = [field.dataType for field in frame.schema.fields if field.name == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise DataError(
-            f"{param} names the column '{name}', which occurs {len(found)} times in the "
-            "DataFrame. Drop or rename the others"
-        )
-    fix = ", or set within=None to compare all rows" if param == "within" else ""
-    raise DataError(
-        f"{param} names the column '{name}', which the DataFrame does not have. "
-        f"It has: {', '.join(frame.columns)}. Name one of them{fix}"
-    )
+    found = [field for field in frame.schema.fields if field.name == name]
+    fix = ". Name one of them, or set within=None to compare all rows" if param == "within" else ""
+    return type_of(frame, found, name, param, fix)

@@ -228,13 +228,25 @@ def input_columns(frame: DataFrame, names: Sequence[str], param: str) -> list[In
     return [_input_column(frame, fields.get(name, []), name, param) for name in names]
 
 
-def _input_column(
-    frame: DataFrame, found: Sequence[T.StructField], name: str, param: str
-) -> InputColumn:
+def type_of(
+    frame: DataFrame, found: Sequence[T.StructField], name: str, param: str, fix: str = ""
+) -> T.DataType:
+    """The type of a column.
+
+    Args:
+        frame: the user's DataFrame.
+        found: its fields with the column's name.
+        name: the column's.
+        param: the Param that names it, for messages.
+        fix: what else may be done if it is missing, as the end of a sentence.
+
+    Raises:
+        DataError: it is missing or duplicated.
+    """
     if not found:
         raise DataError(
             f"{param} names the column '{name}', which the DataFrame does not have. "
-            f"It has: {', '.join(frame.columns)}"
+            f"It has: {', '.join(frame.columns)}{fix}"
         )
     if len(found) > 1:
         raise DataError(
@@ -242,7 +254,13 @@ def _input_column(
             "DataFrame. Drop or rename the others, for example after a join: "
             "df.drop(other['key'])"
         )
-    kind = found[0].dataType
+    return found[0].dataType
+
+
+def _input_column(
+    frame: DataFrame, found: Sequence[T.StructField], name: str, param: str
+) -> InputColumn:
+    kind = type_of(frame, found, name, param)
     column = recognized(kind)
     if column is not None:
         encoding, integral, dimensions = column
