@@ -91,7 +91,7 @@ ROOMS: dict[str, list[tuple[str, ...]]] = {
         ("packed",),
         ("conversion", "schema"),
     ],
-    "parallel": [("model",), ("layers",), ("cube",)],
+    "parallel": [("model",), ("cube",)],
     "averager": [
         ("client", "service"),
         ("coordination", "time_reports"),

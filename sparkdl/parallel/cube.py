@@ -88,35 +88,28 @@ class Cube:
             copies: whether what these ranks make of it is the same, so that each has all of the
                 gradient; else theirs are summed.
         """
-        if self._over_gloo and not copies:
-            sent = part.expand(self.q, *part.shape).flatten(0, 1)
-            parts_in_turn = self._exchange(sent, axis)
-            return torch.cat(parts_in_turn.chunk(self.q), dim) if dim else parts_in_turn
-        parts = DTensor.from_local(part, self.lines[axis], [Shard(dim)])
-        whole = parts.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Replicate() if copies else Partial()])
+        if copies:
+            parts = DTensor.from_local(part, self.lines[axis], [Shard(dim)])
+            return parts.full_tensor(grad_placements=[Replicate()])
+        sent = part.expand(self.q, *part.shape).flatten(0, 1)
+        parts_in_turn = self._exchange(sent, axis)
+        return torch.cat(parts_in_turn.chunk(self.q), dim) if dim else parts_in_turn
 
     def scatter_sum(self, summand: Tensor, axis: str) -> Tensor:
         """This rank's rows of the sum along an axis."""
-        if self._over_gloo:
-            return torch.stack(self._exchange(summand, axis).chunk(self.q)).sum(0)
-        summands = DTensor.from_local(summand, self.lines[axis], [Partial()])
-        return summands.redistribute(placements=[Shard(0)]).to_local()
-
-    @property
-    def _over_gloo(self) -> bool:
-        """Its reduce-scatter moves as much as an all-reduce, twice what is needed."""
-        return self.mesh.device_type == "cpu"
+        return torch.stack(self._exchange(summand, axis).chunk(self.q)).sum(0)
 
     def _exchange(self, parts: Tensor, axis: str) -> Tensor:
-        """Each rank of a line gets what the others have for it, in their order."""
+        """Each rank of a line gets what the others have for it, in their order.
+
+        gloo's reduce-scatter moves as much as an all-reduce, twice what is needed.
+        """
         return all_to_all_single_autograd(parts.contiguous(), None, None, self.lines[axis])
 
     def sum(self, summand: Tensor, axis: str, *, copies: bool = False) -> Tensor:
         """The sum along an axis, on all of its ranks; ``copies`` as in ``gather``."""
         summands = DTensor.from_local(summand, self.lines[axis], [Partial()])
-        whole = summands.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Replicate() if copies else Partial()])
+        return summands.full_tensor(grad_placements=[Replicate() if copies else Partial()])
 
     def vector(self, parameter: DTensor, columns: Axis) -> Tensor:
         """A bias or scale where activations lie: its part for their columns here."""
