@@ -31,23 +31,6 @@ FOREVER_S = 1e15
 """A deadline that no simulated worker misses."""
 
 
-@dataclass(slots=True)
-class _Worker:
-    """What is known of one worker.
-
-    Attributes:
-        closed: when it closed its last window; None if it has yet to close one.
-        committed: windows that count.
-        computed: seconds that it computes in the window under way.
-        stood: seconds that it stands still in it.
-    """
-
-    closed: float | None = None
-    committed: int = 0
-    computed: float = 0.0
-    stood: float = 0.0
-
-
 @dataclass(eq=False)
 class DriverRun(Actions):
     """One epoch, by the averager's own decisions, without values.
@@ -73,7 +56,9 @@ class DriverRun(Actions):
             0.0,
         )
         self._members = [Member(rank, "host") for rank in range(cluster.workers)]
-        self._workers = [_Worker() for _ in range(cluster.workers)]
+        # When each closed its last window; None of one that has yet to close one.
+        self._closed: list[float | None] = [None] * cluster.workers
+        self._committed = [0] * cluster.workers
         self._steps = [0, *accumulate(self.windows)]
         self._generator = np.random.default_rng(cluster.seed)
         self._slowness = cluster.slowness
@@ -119,8 +104,8 @@ class DriverRun(Actions):
         if isinstance(event, EpochSummary):
             self._finals = 0
         elif isinstance(event, WindowReport):
-            worker = self._workers[event.rank]
-            worker.committed = min(worker.committed + 1, len(self.windows))
+            committed = self._committed[event.rank] + 1
+            self._committed[event.rank] = min(committed, len(self.windows))
             self.epoch.windows += 1
             self.epoch.staleness += event.staleness
             self.epoch.max_staleness = max(self.epoch.max_staleness, event.staleness)
@@ -142,7 +127,7 @@ class DriverRun(Actions):
         """Replies share the link; what is buffered of one does not keep the averager waiting."""
         if final:
             self._finals = (self._finals or 0) + 1
-        if self._workers[member.rank].closed is None:
+        if self._closed[member.rank] is None:
             self._begin(member)  # with the center that everyone has
             self._tell(self._coordinator.taken, member)
             return
@@ -168,35 +153,29 @@ class DriverRun(Actions):
         if not final:
             self._begin(member)
             return
-        worker, arrived = self._workers[member.rank], self._clock.now + self.cluster.link.latency
-        worker.computed, worker.stood = 0.0, arrived - (worker.closed or 0.0)
-        self._count(worker)
+        arrived = self._clock.now + self.cluster.link.latency
+        self._count(0.0, arrived - (self._closed[member.rank] or 0.0))
 
-    def _end(self, member: Member) -> None:
+    def _end(self, member: Member, computed: float, stood: float) -> None:
         """What a worker has trained has reached the driver."""
-        worker = self._workers[member.rank]
         self.steps[member.rank] += 1
-        self._count(worker)
-        worker.closed = self._clock.now - self.cluster.link.latency
+        self._count(computed, stood)
+        self._closed[member.rank] = self._clock.now - self.cluster.link.latency
         self._close(member)
 
     def _begin(self, member: Member) -> None:
         """A worker has the center, and begins its next window."""
         rank, latency = member.rank, self.cluster.link.latency
-        worker, arrived = self._workers[rank], self._clock.now + latency * bool(self._clock.now)
-        if worker.committed == len(self.windows):
-            worker.computed = worker.stood = 0.0
-            ended = arrived  # it has nothing left to train, and says so
-        else:
-            steps = self.windows[worker.committed]
-            closed, overlap = arrived, 0
-            if worker.closed is not None:
-                closed, overlap = worker.closed, min(self.exchange.overlap, steps)
+        arrived = self._clock.now + latency * bool(self._clock.now)
+        computed, stood, ended = 0.0, 0.0, arrived
+        if self._committed[rank] < len(self.windows):  # else it has nothing left, and says so
+            steps, closed = self.windows[self._committed[rank]], self._closed[rank]
+            overlap = 0 if closed is None else min(self.exchange.overlap, steps)
             head, tail = self._draw(rank, overlap), self._draw(rank, steps - overlap)
-            goes_on = max(closed + head, arrived)
-            worker.computed, worker.stood = head + tail, goes_on - closed - head
-            ended = goes_on + tail
-        self._clock.at(ended + latency, partial(self._end, member))
+            began = arrived if closed is None else closed
+            goes_on = max(began + head, arrived)
+            computed, stood, ended = head + tail, goes_on - began - head, goes_on + tail
+        self._clock.at(ended + latency, partial(self._end, member, computed, stood))
 
     def _draw(self, rank: int, steps: int) -> float:
         """Seconds of so many steps."""
@@ -207,7 +186,7 @@ class DriverRun(Actions):
 
     def _close(self, member: Member) -> None:
         """Report the window that a worker has ended."""
-        index, windows = self._workers[member.rank].committed, len(self.windows)
+        index, windows = self._committed[member.rank], len(self.windows)
         step = self._steps[min(index + 1, windows)]
         # Fragments are sent without training too; who has nothing left sends nothing.
         sends = index < windows and self.exchange.fragments > 1
@@ -222,7 +201,7 @@ class DriverRun(Actions):
         )
         self._tell(self._coordinator.window_closed, member, report)
 
-    def _count(self, worker: _Worker) -> None:
-        """Count what a worker has done since it closed its window before."""
-        carried = min(worker.stood, self._own_s)
-        self.epoch.did += np.array([worker.computed, worker.stood - carried, carried])
+    def _count(self, computed: float, stood: float) -> None:
+        """Count for how long a worker has computed and stood still since its window before."""
+        carried = min(stood, self._own_s)
+        self.epoch.did += np.array([computed, stood - carried, carried])
