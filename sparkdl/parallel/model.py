@@ -66,19 +66,16 @@ class CubeLayer(nn.Module):
             )
         inputs = self.cube.replicated(inputs)
         wanted = self.cube.activations(columns, inputs.ndim)
-        if inputs.placements == self.cube.activations(other(columns), inputs.ndim):
-            self._tell()
-        return inputs.redistribute(placements=wanted)
-
-    def _tell(self) -> None:
-        if not self._told and self.cube.mesh.get_rank() == 0:
+        is_other = inputs.placements == self.cube.activations(other(columns), inputs.ndim)
+        if is_other and not self._told and self.cube.mesh.get_rank() == 0:
             warnings.warn(
                 f"the inputs of '{self.path}' lie as for the other kind of Linear, so each call "
                 "exchanges them. Name all that take another Linear's outputs in parallelize_3d's "
                 "`second`",
                 stacklevel=2,
             )
-        self._told = True
+            self._told = True
+        return inputs.redistribute(placements=wanted)
 
 
 class Linear3D(nn.Linear, CubeLayer):
