@@ -41,15 +41,11 @@ def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -
     generator, slowness = np.random.default_rng(cluster.seed), cluster.slowness
     epoch = Epoch(strategy=exchange.name, rounds=len(windows))
     closed = answered = np.zeros(cluster.workers)
-    since = 0
+    since, carried_s = 0, own_s(exchange, cluster)
 
     def draw(steps: int) -> Seconds:
         none = np.zeros(cluster.workers)
         return cluster.times.draw(generator, steps, cluster.workers) * slowness if steps else none
-
-    def count(computed: Seconds, stood: Seconds) -> None:
-        carried = np.minimum(stood, own_s(exchange, cluster))
-        epoch.did += np.array([computed, stood - carried, carried]).sum(axis=1)
 
     for index, steps in enumerate(windows):
         overlap = min(exchange.overlap, steps) if since else 0
@@ -57,7 +53,7 @@ def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -
         goes_on = np.maximum(closed + head, answered)
         ended = goes_on + tail
         answer = _answered(exchange, cluster, ended, (head + tail) / max(steps, 1))
-        count(head + tail, goes_on - closed - head)
+        epoch.count(head + tail, goes_on - closed - head, carried_s)
         closed, answered = ended, answer
         since += steps
         if exchange.commit_every and since >= exchange.commit_every and index + 1 < len(windows):
@@ -68,7 +64,7 @@ def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -
         longer = cluster.workers * (exchange.final - exchange.down)
         answered = answered + longer / cluster.link.bandwidth
         epoch.driver = longer
-    count(np.zeros(cluster.workers), answered - closed)
+    epoch.count(0.0, answered - closed, carried_s)
     if exchange.way in ("visits", "neighbors"):
         answered = from_driver(answered, exchange.commit, exchange.commit, cluster.link)
     else:

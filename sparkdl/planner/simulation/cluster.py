@@ -163,6 +163,17 @@ class Epoch:
     staleness: int = 0
     max_staleness: int = 0
 
+    def count(self, computed: Seconds | float, stood: Seconds | float, own_s: float) -> None:
+        """Count what workers did.
+
+        Args:
+            computed: seconds that they computed.
+            stood: seconds that they stood still.
+            own_s: for how many of these, at most, a worker's own values were on their way.
+        """
+        carried = np.minimum(stood, own_s)
+        self.did += [np.sum(each) for each in (computed, stood - carried, carried)]
+
     @property
     def seconds(self) -> float:
         """How long it takes."""

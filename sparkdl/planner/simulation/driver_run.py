@@ -154,14 +154,27 @@ class DriverRun(Actions):
             self._begin(member)
             return
         arrived = self._clock.now + self.cluster.link.latency
-        self._count(0.0, arrived - (self._closed[member.rank] or 0.0))
+        self.epoch.count(0.0, arrived - (self._closed[member.rank] or 0.0), self._own_s)
 
     def _end(self, member: Member, computed: float, stood: float) -> None:
-        """What a worker has trained has reached the driver."""
+        """What a worker has trained has reached the driver, with the report of its window."""
         self.steps[member.rank] += 1
-        self._count(computed, stood)
+        self.epoch.count(computed, stood, self._own_s)
         self._closed[member.rank] = self._clock.now - self.cluster.link.latency
-        self._close(member)
+        index, windows = self._committed[member.rank], len(self.windows)
+        step = self._steps[min(index + 1, windows)]
+        # Fragments are sent without training too; who has nothing left sends nothing.
+        sends = index < windows and self.exchange.fragments > 1
+        report = WindowReport(
+            rank=member.rank,
+            epoch=1,
+            step=step,
+            examples=step - self._steps[index] or int(sends),
+            loss_sum=0.0,
+            last=index + 1 >= windows,
+            step_of_epoch=step,
+        )
+        self._tell(self._coordinator.window_closed, member, report)
 
     def _begin(self, member: Member) -> None:
         """A worker has the center, and begins its next window."""
@@ -183,25 +196,3 @@ class DriverRun(Actions):
             return 0.0
         (seconds,) = self.cluster.times.draw(self._generator, steps, 1)
         return float(seconds * self._slowness[rank])
-
-    def _close(self, member: Member) -> None:
-        """Report the window that a worker has ended."""
-        index, windows = self._committed[member.rank], len(self.windows)
-        step = self._steps[min(index + 1, windows)]
-        # Fragments are sent without training too; who has nothing left sends nothing.
-        sends = index < windows and self.exchange.fragments > 1
-        report = WindowReport(
-            rank=member.rank,
-            epoch=1,
-            step=step,
-            examples=step - self._steps[index] or int(sends),
-            loss_sum=0.0,
-            last=index + 1 >= windows,
-            step_of_epoch=step,
-        )
-        self._tell(self._coordinator.window_closed, member, report)
-
-    def _count(self, computed: float, stood: float) -> None:
-        """Count for how long a worker has computed and stood still since its window before."""
-        carried = min(stood, self._own_s)
-        self.epoch.did += np.array([computed, stood - carried, carried])
