@@ -292,20 +292,20 @@ def newest_checkpoint(
 
 
 def _warn_of_missing_states(resumed: ResumedCheckpoint) -> None:
-    """Say so if a checkpoint lacks what only the workers knew.
+    """Warn if a checkpoint lacks the states of workers.
 
-    A training that was ended behind a commit that was not to become a checkpoint was saved without
-    them, as its workers had gone on; so was one whose workers were lost.
+    It does where a callback ended the training at a commit that was not to become a checkpoint, as
+    the workers had gone on by then, and where workers were lost as it was written.
     """
     ranks = range(len(resumed.progress.positions))
     missing = [rank for rank in ranks if resumed.worker_state(rank) is None]
     if missing:
         logger.warning(
-            "%s has the center, but of %d of %d workers not what only they knew, because the "
-            "training was ended between two checkpoints, or the workers were lost: there, random "
-            "numbers, counts and settings of the optimizer, and state that replicas do not "
-            "exchange start anew, so the result differs from that of a training that was not "
-            "interrupted. Delete the file to resume from the checkpoint before it, if there is one",
+            "%s lacks the states of %d of %d workers, because the training was ended between two "
+            "checkpoints, or they were lost: their random numbers, the counts and settings of "
+            "their optimizers, and all that replicas do not exchange start anew, so the result "
+            "differs from that of an uninterrupted training. Delete the file to resume from the "
+            "checkpoint before it, if there is one",
             resumed.saved.path,
             len(missing),
             len(ranks),

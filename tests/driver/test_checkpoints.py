@@ -281,7 +281,7 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
 
 
 @every("ends", ["epoch", "round"])
-def test_a_training_that_resumes_without_what_its_workers_knew_says_so(
+def test_a_training_that_resumes_without_the_states_of_its_workers_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: str
 ) -> None:
     """A callback has ended it where no checkpoint was due, or where one was."""
@@ -299,7 +299,7 @@ def test_a_training_that_resumes_without_what_its_workers_knew_says_so(
     job = make_job(mlp(), epochs=3, strategy=ParameterAveraging(1, average_optimizer_state=False))
     run_world(job, data.shards(), checkpoints=policy(path), callbacks=[Ends()])
     run_world(job, data.shards(), checkpoints=policy(path))
-    assert ("of 2 of 2 workers not what only they knew" in caplog.text) is (ends == "round")
+    assert ("lacks the states of 2 of 2 workers" in caplog.text) is (ends == "round")
     caplog.clear()
 
 
