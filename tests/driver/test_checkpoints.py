@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,36 @@ from sparkdl.testing import _threads, run_world
 from sparkdl.worker import Job
 
 
+def epochs_saved(path: Path) -> int | None:
+    """In the newest checkpoint, if there is one."""
+    saved = CheckpointStore(str(path), keep_last=2).newest()
+    return None if saved is None else len(saved.description["progress"]["history"])
+
+
+def when(epoch: int, step: int | None, act: Callable[[], object]) -> Callable[[object], None]:
+    """What the driver calls with its events, and acts at a window, or at each of an epoch."""
+
+    def on_event(event: object) -> None:
+        if isinstance(event, WindowReport) and event.epoch == epoch and step in (None, event.step):
+            act()
+
+    return on_event
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, data = make_job(mlp(), epochs=3), classification([40, 40])
     whole = run_world(job, data.shards())
-    published, windows_before = threading.Event(), list[bool]()
+    published, saved_before = threading.Event(), list[int | None]()
     write = CheckpointStore.write
 
     def wait_for_the_next_epoch(
@@ -60,19 +84,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             assert published.wait(20)
         return write(self, contents, description)
 
-    def on_event(event: object) -> None:
-        if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 15):
-            saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
-            windows_before.append(saved is None)
-            published.set()
+    def publish() -> None:
+        saved_before.append(epochs_saved(tmp_path))
+        published.set()
 
     monkeypatch.setattr(CheckpointStore, "write", wait_for_the_next_epoch)
-    outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path), on_event=on_event)
-    assert windows_before[0]
+    at_its_end = when(2, 15, publish)
+    outcome = run_world(job, data.shards(), checkpoints=policy(tmp_path), on_event=at_its_end)
+    assert saved_before[0] is None
     assert same_bits(outcome, whole)
-    saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
-    assert saved is not None
-    assert len(saved.description["progress"]["history"]) == 3
+    assert epochs_saved(tmp_path) == 3
 
 
 @pytest.mark.parametrize(
@@ -81,10 +102,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_checkpoints_are_of_every_so_many_epochs_and_of_the_last(
     tmp_path: Path, every: int, epochs: int, expected: list[int]
 ) -> None:
-    job = make_job(mlp(), epochs=epochs)
-    run_world(
-        job, classification([8, 8]).shards(), checkpoints=policy(tmp_path, every_epochs=every)
-    )
+    job, checkpoints = make_job(mlp(), epochs=epochs), policy(tmp_path, every_epochs=every)
+    run_world(job, classification([8, 8]).shards(), checkpoints=checkpoints)
     store = CheckpointStore(str(tmp_path), keep_last=2)
     found = []
     while (saved := store.newest()) is not None:
@@ -122,9 +141,7 @@ def test_what_a_full_disk_has_cost_is_saved_when_a_callback_stops_the_training(
     job, data = make_job(mlp(), epochs=9), classification([12, 8])
     _full_until_the_end(monkeypatch)
     run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), callbacks=[Stop()])
-    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
-    assert saved is not None
-    assert len(saved.description["progress"]["history"]) == 2
+    assert epochs_saved(tmp_path / "c") == 2
 
 
 @pytest.mark.parametrize("for_good", [False, True])
@@ -134,19 +151,15 @@ def test_on_sigterm_with_a_full_disk_the_center_is_tried_once_more_and_the_log_s
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def on_event(event: object) -> None:
-        if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 4):
-            signal.raise_signal(signal.SIGTERM)
-
     job, data = make_job(mlp(), epochs=500), classification([12, 8])
     if for_good:
         monkeypatch.setattr("sparkdl.checkpoint.storage._Hashed.write", _disk_full)
     else:
         _full_until_the_end(monkeypatch)
+    at_once = when(2, 4, terminate)
     with pytest.raises(SystemExit):
-        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
-    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
-    assert (saved is None) is for_good
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=at_once)
+    assert (epochs_saved(tmp_path / "c") is None) is for_good
     assert ("the training can resume" in caplog.text) is not for_good
     assert ("is lost, because no other could be written" in caplog.text) is for_good
 
@@ -178,26 +191,21 @@ def test_a_checkpoint_that_is_being_written_when_the_run_fails_is_there_afterwar
         goes_on.set()
         join_writer(self)
 
-    def on_event(event: object) -> None:
-        if isinstance(event, WindowReport) and event.epoch == 2:
-            assert reached.wait(30)
-            raise Interrupted
+    def fail() -> None:
+        assert reached.wait(30)
+        raise Interrupted
 
     monkeypatch.setattr(CheckpointStore, "write", slow)
     monkeypatch.setattr(Averager, "_join_writer", after_the_service)
-    job, data = make_job(mlp(), epochs=9), classification([12])
+    job, data, failing = make_job(mlp(), epochs=9), classification([12]), when(2, None, fail)
     with pytest.raises(Interrupted):
-        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
-    saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
-    assert saved is not None
-    assert len(saved.description["progress"]["history"]) == 1
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=failing)
+    assert epochs_saved(tmp_path / "c") == 1
 
 
 def test_state_that_no_checkpoint_holds_is_refused(tmp_path: Path) -> None:
     job = make_job(mlp(), strategy=GradientAllReduce(shard_optimizer=True))
-    with pytest.raises(
-        ConfigError, match="keeps state on its workers that checkpoints do not include"
-    ):
+    with pytest.raises(ConfigError, match="state on its workers that checkpoints do not include"):
         run_world(job, classification([8]).shards(), checkpoints=policy(tmp_path / "c"))
 
 
@@ -233,8 +241,8 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
     job, data = make_job(mlp(), epochs=9), classification([12])
     with pytest.raises(SystemExit):
         run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
-    there = sorted(entry for entry in (tmp_path / "c").iterdir())
-    assert [entry.name[:17] for entry in there] == ["checkpoint-000001", "checkpoint-000002"]
+    there = sorted(entry.name[:17] for entry in (tmp_path / "c").iterdir())
+    assert there == ["checkpoint-000001", "checkpoint-000002"]
 
 
 def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files(
@@ -243,13 +251,9 @@ def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files
     # Another has yet to send its state.
     monkeypatch.setattr(Checkpointing, "forgo", lambda self, rank: False)
 
-    def on_event(event: object) -> None:
-        if isinstance(event, WindowReport) and event.epoch == 2:
-            raise Interrupted
-
-    job, data = make_job(mlp(), epochs=9), classification([12])
+    job, data, failing = make_job(mlp(), epochs=9), classification([12]), when(2, None, interrupt)
     with pytest.raises(Interrupted):
-        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
+        run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=failing)
     assert list((tmp_path / "c").iterdir()) == []
 
 
@@ -264,12 +268,9 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
         averagers.append(averager)
         return start(averager)
 
-    def on_event(event: object) -> None:
-        if isinstance(event, WindowReport) and (event.epoch, event.step) == (2, 5):
-            averagers[0].fail(AskedToStop())
-
+    stopping = when(2, 5, lambda: averagers[0].fail(AskedToStop()))
     with pytest.raises(AskedToStop):
-        run(job, 2, noting, checkpoints=policy(tmp_path / "c"), on_event=on_event)
+        run(job, 2, noting, checkpoints=policy(tmp_path / "c"), on_event=stopping)
     averagers[0].save_center()
     saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
     assert saved is not None
@@ -330,11 +331,7 @@ IMAGES = make_job(cnn(), schema=schema(36)), classification([12, 8], width=36)
 @every(
     ("first", "other", "message"),
     [
-        (
-            (JOB, TWELVE),
-            (make_job(mlp(classes=4)), TWELVE),
-            "state: was .*, 83.*, is now .*, 92",
-        ),
+        ((JOB, TWELVE), (make_job(mlp(classes=4)), TWELVE), "state: was .*, 83.*, is now .*, 92"),
         (
             (JOB, TWELVE),
             (make_job(mlp(), optimizer=partial(torch.optim.SGD, lr=0.2)), TWELVE),
@@ -373,9 +370,7 @@ def test_a_checkpoint_of_other_workers_than_it_says_is_refused_in_words(tmp_path
     saved = CheckpointStore(str(tmp_path / "c"), keep_last=1).newest()
     assert saved is not None
     saved.description["progress"]["positions"].pop()
-    with pytest.raises(
-        CheckpointError, match="the progress of 1 workers, but says that there were 2"
-    ):
+    with pytest.raises(CheckpointError, match="progress of 1 workers, but says that there were 2"):
         require_progress(ResumedCheckpoint.of(saved), 2, 2)
 
 
@@ -394,7 +389,8 @@ def test_a_checkpoint_that_says_nothing_of_its_rows_is_refused_in_words(
 
 
 SUMS = WindowSums(rank=0, examples=2, loss_sum=0.5, divisor=2, weight=2, measured={"noise": 2.5})
-METRICS = {"f1": [0.5, {"a": 1.0}]}
+TOLD: Any = {"metrics": {"f1": [0.5, {"a": 1.0}]}, "measured": {"noise": 2.5}}
+SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=3, rounds=2, seconds=1.5, **TOLD)
 PRESENT = DataStatistics((3, 4), (ColumnStatistics(smallest=0.5, largest=2.0),), fingerprint=7)
 DESCRIPTION = {
     "config": {"model": "here", "workers": 2},
@@ -404,17 +400,7 @@ DESCRIPTION = {
         rounds=1,
         positions=(Position(epoch=2, step=5, step_of_epoch=1), Position(epoch=2, step=4)),
         sums=(SUMS,),
-        history=(
-            EpochSummary(
-                epoch=1,
-                loss=0.5,
-                examples=3,
-                rounds=2,
-                seconds=1.5,
-                metrics=METRICS,
-                measured={"noise": 2.5},
-            ),
-        ),
+        history=(SUMMARY,),
     ).as_json(),
 }
 KINDS: dict[str, tuple[type, ...]] = {
@@ -481,7 +467,6 @@ def test_a_worker_state_that_cannot_be_read_any_more_is_told_with_its_file(
         return Unreadable() if len(opened) == 2 else original(files, path)
 
     monkeypatch.setattr(LocalFiles, "open_input_file", open_input_file)
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-000001\.safetensors cannot be read: .*Input"
-    ):
+    message = r"checkpoint-000001\.safetensors cannot be read: .*Input"
+    with pytest.raises(CheckpointError, match=message):
         run_world(replace(job, epochs=2), data.shards(), checkpoints=policy(tmp_path))

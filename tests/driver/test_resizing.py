@@ -21,7 +21,7 @@ from every_row import every
 from interruptions import policy, same_bits
 from support.faults import Proxy
 from torch import nn
-from toys import Data, classification, make_job, mlp, relative_error, union, windows_by_hand
+from toys import SGD, Data, classification, make_job, mlp, relative_error, union, windows_by_hand
 from virtual_time import VirtualClock
 from waiting import WAIT_S, eventually
 
@@ -30,7 +30,6 @@ from sparkdl.averager.coordination.run_state import Restart
 from sparkdl.averager.run_events import Progress
 from sparkdl.averager.service.saving import Snapshot
 from sparkdl.callbacks import Callback, Training
-from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, serving
 from sparkdl.driver.resizing import Resize
 from sparkdl.errors import ConfigError, WorkerError
@@ -46,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 ROWS = 48
 DATA = classification([ROWS])
+HELD = np.arange(ROWS) % 3 == 0
 
 
 @dataclass
@@ -101,14 +101,30 @@ class CountsInWholeNumbers(torch.optim.SGD):
         super().__init__(parameters, lr=0.1, momentum=0.9)
 
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                taken = self.state[parameter].setdefault(
-                    "taken", torch.zeros((), dtype=torch.int64)
-                )
-                taken += 1
-                parameter.grad.div_(float(taken))
+        for parameter in self.param_groups[0]["params"]:
+            taken = self.state[parameter].setdefault("taken", torch.zeros((), dtype=torch.int64))
+            taken += 1
+            parameter.grad.div_(float(taken))
         return super().step(closure)
+
+
+def one_process(workers: list[int], optimizer: Any, scheduler: Any = None) -> nn.Module:
+    """Trained, epoch by epoch, on the minibatches of so many workers put together."""
+    module = copy.deepcopy(mlp()).train()
+    steps = optimizer(module.parameters())
+    schedule = scheduler(steps) if scheduler else None
+    for epoch, count in enumerate(workers, start=1):
+        for of, ranks in windows_by_hand(dealt(count), epoch):
+            if of != epoch:
+                continue
+            features, targets = union([part for window in ranks.values() for part in window])
+            steps.zero_grad()
+            outputs = module(torch.from_numpy(features))
+            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
+            steps.step()
+            if schedule:
+                schedule.step()
+    return module
 
 
 def test_an_epoch_with_other_workers_trains_as_one_process_on_their_minibatches(
@@ -122,19 +138,7 @@ def test_an_epoch_with_other_workers_trains_as_one_process_on_their_minibatches(
     assert [row.workers for row in outcome.history] == [2, 4, 4, 6]
     assert [row.examples for row in outcome.history] == [ROWS] * 4
 
-    oracle = copy.deepcopy(mlp()).train()
-    optimizer = counting(oracle.parameters())
-    schedule = halving(optimizer)
-    for epoch, workers in enumerate([2, 4, 4, 6], start=1):
-        for of, ranks in windows_by_hand(dealt(workers), epoch):
-            if of != epoch:
-                continue
-            features, targets = union([part for window in ranks.values() for part in window])
-            optimizer.zero_grad()
-            outputs = oracle(torch.from_numpy(features))
-            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-            optimizer.step()
-            schedule.step()
+    oracle = one_process([2, 4, 4, 6], counting, halving)
     assert relative_error(outcome.module, oracle) < 1e-6
 
 
@@ -210,19 +214,14 @@ def test_others_go_on_from_any_workers_state_if_the_first_was_lost_as_it_was_sav
 
 def with_held_out_rows(job: Job, directory: Path) -> tuple[Job, Any]:
     """Every third row is held out; and what starts as many workers as an averager has."""
-    held = np.arange(ROWS) % 3 == 0
     job = replace(job, schema=replace(job.schema, validation=ColumnSpec("held", torch.bool)))
 
     def launch(averager: Averager) -> Any:
+        columns = {"features": DATA.features, "label": DATA.targets, "held": HELD}
         bounds = np.cumsum([0, *dealt(averager.world_size).sizes])
         shards = [
-            batches_of(
-                10,
-                features=DATA.features[start:stop],
-                label=DATA.targets[start:stop],
-                held=held[start:stop],
-            )
-            for start, stop in itertools.pairwise(bounds)
+            batches_of(10, **{name: values[slice(*rows)] for name, values in columns.items()})
+            for rows in itertools.pairwise(bounds)
         ]
         return _threads(job, shards, directory)(averager)
 
@@ -239,13 +238,10 @@ def test_held_out_rows_are_validated_with_once_an_epoch_and_schedules_follow_the
     outcome = run(job, 2, launch, slots=Free([2, 0, 1]), callbacks=[notes])
     assert [row.workers for row in outcome.history] == [2, 4, 4, 5]
     assert [row.validation_examples for row in outcome.history] == [ROWS // 3] * 4
-    assert [each for each in notes.told if each[0] == "epoch"] == [
-        ("epoch", n + 1) for n in range(4)
-    ]
-    held = np.arange(ROWS) % 3 == 0
+    assert [epoch for kind, epoch in notes.told if kind == "epoch"] == [1, 2, 3, 4]
     with torch.no_grad():
-        outputs = outcome.module(torch.from_numpy(DATA.features[held]))
-        loss = nn.functional.cross_entropy(outputs, torch.from_numpy(DATA.targets[held]))
+        outputs = outcome.module(torch.from_numpy(DATA.features[HELD]))
+        loss = nn.functional.cross_entropy(outputs, torch.from_numpy(DATA.targets[HELD]))
     assert outcome.history[-1].validation_loss == pytest.approx(loss.item())
 
     saved = policy(tmp_path / "checkpoints", every_epochs=1)
@@ -258,24 +254,20 @@ def test_held_out_rows_are_validated_with_once_an_epoch_and_schedules_follow_the
         assert mine.workers == whole.workers
 
 
-class DiesInTheMiddle(Callback):
-    """Ends a training as SIGKILL of the driver would, in the middle of an epoch."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
-        self.rounds -= 1
-        if not self.rounds:
-            training.stop("enough")
-
-
 def test_a_checkpoint_from_the_middle_of_an_epoch_is_continued_by_as_many_until_it_ends(
     tmp_path: Path,
 ) -> None:
+    class StopsInTheMiddle(Callback):
+        rounds = 8
+
+        def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
+            self.rounds -= 1
+            if not self.rounds:
+                training.stop("enough")
+
     job = make_job(mlp(), epochs=3)
     saved = policy(tmp_path / "checkpoints", every_rounds=1)
-    trained(job, tmp_path, [], checkpoints=saved, callbacks=[DiesInTheMiddle(8)])
+    trained(job, tmp_path, [], checkpoints=saved, callbacks=[StopsInTheMiddle()])
     with pytest.raises(ConfigError, match="middle of an epoch that 2 workers began"):
         trained(job, tmp_path, [], start=1, most=1, checkpoints=saved)
     resumed = trained(job, tmp_path, [2], start=4, checkpoints=saved)
@@ -283,23 +275,17 @@ def test_a_checkpoint_from_the_middle_of_an_epoch_is_continued_by_as_many_until_
     assert [row.examples for row in resumed.history] == [ROWS] * 3
 
 
-def test_rows_of_a_checkpoint_are_compared_whoever_reads_them(tmp_path: Path) -> None:
-    job = make_job(mlp(), epochs=2)
-    saved = policy(tmp_path / "checkpoints", every_epochs=1)
-    trained(replace(job, epochs=1), tmp_path, [], checkpoints=saved)
-    other = classification([ROWS], seed=1)
-    job = replace(job, max_workers=8)
-    start = _threads(job, dealt(4, other).shards(), tmp_path)
-    with pytest.raises(ConfigError, match="fingerprint"):
-        run(job, 4, start, checkpoints=saved, slots=Free([]))
-
-
-def test_an_unchanging_run_does_not_continue_one_whose_workers_change(tmp_path: Path) -> None:
+def test_other_rows_and_an_unchanging_run_do_not_continue_one_whose_workers_change(
+    tmp_path: Path,
+) -> None:
     job = make_job(mlp(), epochs=2)
     saved = policy(tmp_path / "checkpoints", every_epochs=1)
     trained(replace(job, epochs=1), tmp_path, [], checkpoints=saved)
     with pytest.raises(ConfigError, match="number of workers"):
         run(job, 2, launched(job, tmp_path), checkpoints=saved)
+    job, other = replace(job, max_workers=8), dealt(4, classification([ROWS], seed=1))
+    with pytest.raises(ConfigError, match="fingerprint"):
+        run(job, 4, _threads(job, other.shards(), tmp_path), checkpoints=saved, slots=Free([]))
 
 
 class Notes(Callback):
@@ -387,28 +373,16 @@ def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
     summary.save_report(str(tmp_path / "report.html"))
     assert [row.workers for row in outcome.history] == [3, 2, 2]
     assert [row.examples for row in outcome.history] == [ROWS] * 3
-
-    expected = copy.deepcopy(mlp()).train()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for epoch, workers in enumerate([3, 2, 2], start=1):
-        for of, ranks in windows_by_hand(dealt(workers), epoch):
-            if of == epoch:
-                features, targets = union([part for each in ranks.values() for part in each])
-                optimizer.zero_grad()
-                outputs = expected(torch.from_numpy(features))
-                nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
-                optimizer.step()
-    assert relative_error(outcome.module, expected) < 1e-6
+    assert relative_error(outcome.module, one_process([3, 2, 2], SGD)) < 1e-6
 
 
-@dataclass
 class Served:
     """What a ``Resize`` asks of an averager."""
 
-    world_size: int
-    there: set[int]
-    at: float = 0.0
     losses: Sequence[str] = ()
+
+    def __init__(self, workers: int) -> None:
+        self.world_size, self.there, self.at = workers, set(range(workers)), 0.0
 
     def now(self) -> float:
         return self.at
@@ -418,11 +392,17 @@ class Served:
         return Snapshot(center=[torch.zeros(2)], restart=Restart(progress=progress))
 
 
-def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it() -> None:
-    job, slots = make_job(mlp(), epochs=9, min_workers=2, max_workers=5), Free([1] * 9)
-    resize, served = Resize(job, slots), Served(3, {0, 1, 2})
-    averager: Any = served
+def resizing(workers: int, slots: Free, **options: Any) -> tuple[Resize, Any]:
+    """What decides, having begun, and the averager that it looks at."""
+    resize = Resize(make_job(mlp(), epochs=9, **options), slots)
+    averager: Any = Served(workers)
     resize.begin(averager)
+    return resize, averager
+
+
+def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it() -> None:
+    slots = Free([1] * 9)
+    resize, averager = resizing(3, slots, min_workers=2, max_workers=5)
     for at, there, given, due in [
         (0.0, {0, 1, 2}, 0, False),
         (10.0, {0, 2}, 0, False),
@@ -435,7 +415,7 @@ def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it()
         (300.0, {0}, 3, False),  # fewer than are allowed
         (301.0, {0, 2}, 3, True),
     ]:
-        served.at, served.there = at, there
+        averager.at, averager.there = at, there
         reason = resize.look(averager)
         assert (slots.given, reason is not None) == (given, due), at
     assert reason == "3 workers become 2"
@@ -459,21 +439,16 @@ def test_no_checkpoint_of_rounds_that_are_given_up_is_taken_for_one_of_the_epoch
 
 
 def test_of_tasks_with_several_workers_whole_ones_go_on() -> None:
-    job = make_job(mlp(), epochs=9, max_workers=8)
-    resize, served = Resize(job, Free([], ranks_a_task=2)), Served(6, set(range(6)))
-    averager: Any = served
-    resize.begin(averager)
-    served.there = {0, 1, 2, 4, 5}
+    resize, averager = resizing(6, Free([], ranks_a_task=2), max_workers=8)
+    averager.there = {0, 1, 2, 4, 5}
     assert resize.look(averager) is None
-    served.at = 60.0
+    averager.at = 60.0
     assert resize.look(averager) == "6 workers become 4"
 
 
 def test_those_who_are_away_at_the_end_of_an_epoch_are_not_counted() -> None:
-    job = make_job(mlp(), epochs=9, max_workers=5)
-    resize, served = Resize(job, Free([1, 2])), Served(3, {0, 2})
-    averager: Any = served
-    resize.begin(averager)
+    resize, averager = resizing(3, Free([1, 2]), max_workers=5)
+    averager.there = {0, 2}
     assert resize.epoch_ended(averager, 2) is None
     assert resize.epoch_ended(averager, 3) == "3 workers become 4"
 
@@ -512,9 +487,7 @@ def test_progress_is_dealt_to_others_only_between_epochs() -> None:
         replace(Progress.start(2), rounds=3).resized(4)
 
 
-def test_what_a_checkpoint_says_of_where_its_workers_began_is_checked(tmp_path: Path) -> None:
-    store = CheckpointStore(str(tmp_path), keep_last=1)
-    assert store.newest() is None
+def test_what_a_checkpoint_says_of_where_its_workers_began_is_checked() -> None:
     told = Progress.start(2).as_json()
     for since in ({"epoch": 2}, {"epoch": 1, "step_of_epoch": 3}):
         with pytest.raises(TypeError, match="since"):
