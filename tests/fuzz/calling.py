@@ -183,21 +183,6 @@ Message = Mapping[str, Any] | bytes
 _ADDED: list[Message] = [b"", bytes(4), bytes(1000), {}, {"waiting": True}]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a port is, and what opens it."""
-
-    host: str
-    port: int
-    token: str
-    fingerprint: str | None
-
-    @classmethod
-    def of(cls, address: ServiceAddress) -> Place:
-        """Where this address is."""
-        return cls(*address.host_and_port, address.token, address.fingerprint)
-
-
 class Call:
     """One connection to a port; a context manager.
 
@@ -207,9 +192,9 @@ class Call:
         bare: whether to leave out TLS even then.
     """
 
-    def __init__(self, place: Place, over: str = "tcp", *, bare: bool = False) -> None:
+    def __init__(self, place: ServiceAddress, over: str = "tcp", *, bare: bool = False) -> None:
         self._token = place.token
-        address = place.host, place.port
+        address = place.host_and_port
         self.line: Any = None
         if over == "local" and place.fingerprint is None:
             self.line = local.connect(address, place.token, PATIENCE_S)
@@ -247,15 +232,15 @@ class Call:
 
     def reflected(self, hello: bytes) -> bytes:
         """The proof that the port itself would give, for its own challenge."""
-        return self._proved(b"averager", hello[-32:], None, None)
+        return self._proved(b"averager", hello[-32:])
 
     @property
     def welcome(self) -> bytes:
         """What the port has to answer first to a caller that has proved the token."""
-        return self._proved(b"averager", bytes(32), None, None)
+        return self._proved(b"averager", bytes(32))
 
     def _proved(
-        self, role: bytes, challenge: bytes, token: str | None, channel: bytes | None
+        self, role: bytes, challenge: bytes, token: str | None = None, channel: bytes | None = None
     ) -> bytes:
         key = (self._token if token is None else token).encode()
         way = self._channel if channel is None else channel
@@ -332,8 +317,8 @@ def any_way(draw: random.Random) -> str:
     return draw.choice(["tcp", "local"])
 
 
-def framed(message: Message) -> bytes:
-    """A message as it travels."""
+def framed(message: Any) -> bytes:
+    """A message as it travels; what is neither bytes nor a dict, as if it were a header."""
     if isinstance(message, bytes):
         return struct.pack("!BI", VALUES, len(message)) + message
     octets = as_text(message).encode()
@@ -345,9 +330,8 @@ def misframed(draw: random.Random, message: Message) -> bytes:
     octets = framed(message)
     kind, length = struct.unpack("!BI", octets[:5])
     kind = draw.choice([HEADER, VALUES, 0, 3, 255])
-    length = draw.choice(
-        [length, 0, 1, length + 1, max(0, length - 1), 16 << 20, (16 << 20) + 1, (1 << 32) - 1]
-    )
+    wrong = [0, 1, length + 1, max(0, length - 1), 16 << 20, (16 << 20) + 1, (1 << 32) - 1]
+    length = draw.choice([length, *wrong])
     return struct.pack("!BI", kind, length) + octets[5:]
 
 
@@ -419,9 +403,4 @@ def _mutated(draw: random.Random, kind: int, said: Said) -> Said:
     if isinstance(message, bytes):
         return Said(mutated_bytes(draw, message), answers)
     wrong = mutated(draw, dict(message), draw.choice([1, 1, 1, 2]))
-    return Said(wrong if isinstance(wrong, dict) else bytearray(_as_header(wrong)), answers)
-
-
-def _as_header(value: Any) -> bytes:
-    octets = as_text(value).encode()
-    return struct.pack("!BI", HEADER, len(octets)) + octets
+    return Said(wrong if isinstance(wrong, dict) else bytearray(framed(wrong)), answers)

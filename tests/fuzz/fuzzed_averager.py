@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from calling import Call, Message, Place, Said, any_way, dialogue
+from calling import Call, Message, Said, any_way, dialogue
 from fuzzer import Fault, Target, require_threads_gone
 
 from sparkdl.averager.coordination.membership import Tolerance
@@ -89,7 +89,7 @@ class AveragerTarget(Target):
                     EdgeOptions(tls=draw.random() < 0.1),
                 )
             )
-            place = Place.of(averager.address)
+            place = averager.address
             driver = self._pool.submit(_drive, averager)
             lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
             spoken = [

@@ -8,24 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from calling import HELLO_BYTES, REFUSALS, Call, Place, any_way, framed, mutated_bytes
+from calling import HELLO_BYTES, REFUSALS, Call, any_way, framed, mutated_bytes
 from fuzzer import Fault, Target, require_threads_gone
-from torch import nn
+from toys import classification, make_job, mlp
 
 from sparkdl.averager.service.server import Averager
 from sparkdl.driver import Outcome, run
-from sparkdl.feed.schema import FeedSchema
-from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
-from sparkdl.testing import _threads, batches_of
+from sparkdl.testing import _threads
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
-from sparkdl.worker import Job
 
 PATIENCE_S = 60.0
 """Seconds for the next training to begin, and for the last one to end."""
@@ -46,7 +42,7 @@ class Handshake(Target):
         encrypted = draw.random() < 0.25
         port = Port("127.0.0.1", token, _serve, encrypted=encrypted)
         try:
-            place = Place("127.0.0.1", port.number, token, port.fingerprint)
+            place = ServiceAddress("127.0.0.1", port.number, token, port.fingerprint)
             welcome, answer = call(draw, place)
             if welcome is not None and answer != welcome + framed({"served": True}):
                 raise Fault(f"{len(answer)} bytes other than those due to a caller with the token")
@@ -62,7 +58,7 @@ def _serve(connection: Connection) -> None:
     connection.send_header({"served": True})
 
 
-def call(draw: random.Random, place: Place) -> tuple[bytes | None, bytes]:
+def call(draw: random.Random, place: ServiceAddress) -> tuple[bytes | None, bytes]:
     """Call a port, mostly without a valid proof of its token.
 
     Args:
@@ -108,7 +104,7 @@ def call(draw: random.Random, place: Place) -> tuple[bytes | None, bytes]:
         return line.welcome if proved else None, line.answer()
 
 
-def _another_way(draw: random.Random, place: Place) -> bytes:
+def _another_way(draw: random.Random, place: ServiceAddress) -> bytes:
     """A channel that no call to this port can have."""
     others = [b"", b"local", b"local\0sparkdl-" + b"0" * 64]
     return draw.choice([*others, b"tls" if place.fingerprint is None else b"tcp"])
@@ -119,7 +115,7 @@ def _flipped(draw: random.Random, proof: bytes) -> bytes:
     return proof[:at] + bytes([proof[at] ^ 1 << draw.randrange(8)]) + proof[at + 1 :]
 
 
-def _without_encryption(draw: random.Random, place: Place) -> bytes:
+def _without_encryption(draw: random.Random, place: ServiceAddress) -> bytes:
     """Speak in the clear, or in what looks like TLS, to a port that encrypts."""
     with Call(place, bare=True) as line:
         said = draw.choice([LEGACY_HELLO, draw.randbytes(200), b"", LEGACY_HELLO[:20], bytes(5)])
@@ -162,7 +158,7 @@ class Trainings(Target):
             if averager is None:
                 continue
             try:
-                place = Place.of(averager.address)
+                place = averager.address
                 while True:
                     welcome, answer = call(draw, place)
                     if welcome is None:  # a caller with the token may well end the run
@@ -198,29 +194,8 @@ class Trainings(Target):
 
 
 def _train(folder: Path, show: Callable[[Averager], None]) -> Outcome:
-    generator = np.random.default_rng(0)
-    shards = [
-        batches_of(
-            20,
-            features=generator.normal(size=(40, 4)).astype(np.float32),
-            label=generator.integers(0, 2, 40),
-        )
-        for _ in range(2)
-    ]
-    job = Job(
-        model=partial(nn.Linear, 4, 2),
-        loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        strategy=ParameterAveraging(2),
-        schema=FeedSchema(
-            (ColumnSpec("features", torch.float32, (4,)),), ColumnSpec("label", torch.int64)
-        ),
-        epochs=30,
-        batch_size=4,
-        seed=1,
-        deadline_s=60.0,
-    )
-    start = _threads(job, shards, folder)
+    job = make_job(mlp(), strategy=ParameterAveraging(2), epochs=30, deadline_s=60.0)
+    start = _threads(job, classification([40, 40]).shards(20), folder)
 
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from calling import Call, Message, Place, any_way, conversation, mutated
+from calling import Call, Message, any_way, conversation, mutated
 from fuzzer import Fault, Target, require_threads_gone
 
 from sparkdl.errors import SparkDLError
@@ -24,6 +24,7 @@ from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.reshuffle.server import Offer, exchange_plan
 from sparkdl.spark.diagnostics.console import Display
 from sparkdl.spark.diagnostics.run_service import RunService
+from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
 from sparkdl.transport.service import Service
@@ -82,10 +83,10 @@ class ReshuffleTarget(Target):
         received = PartitionStore(self._folder)
         try:
             with RowServer("127.0.0.1", token, DEADLINE_S, tls=tls) as server:
-                exchange = self._part(server, token, tls, seed, [0, rows], [server.address, said])
-                done = self._pool.submit(
-                    exchange, PartitionStore(self._folder), None, received, EPOCH
-                )
+                everyone = Everyone([[(0, 0)], [(1, rows)]], [server.address, said])
+                part = self._part(0, server, token, tls, seed, everyone)
+                none = PartitionStore(self._folder)
+                done = self._pool.submit(part, none, None, received, EPOCH)
                 done.result(timeout=15)
             kept = received.take(torch.arange(received.rows))
             if not lies and not wrong and not torch.equal(kept[1], _ids(count)):
@@ -102,13 +103,13 @@ class ReshuffleTarget(Target):
 
     @staticmethod
     def _part(
-        server: RowServer, token: str, tls: bool, seed: int, rows: list[int], told: list[Any]
+        rank: int, server: RowServer, token: str, tls: bool, seed: int, everyone: Everyone
     ) -> RowExchange:
         return RowExchange(
-            rank=0,
+            rank=rank,
             server=server,
             token=token,
-            everyone=lambda: Everyone([[part] for part in enumerate(rows)], told),
+            everyone=lambda: everyone,
             specs=SPECS,
             seed=seed,
             deadline_s=DEADLINE_S,
@@ -124,8 +125,7 @@ class ReshuffleTarget(Target):
         counts = np.array([[rows - rows // 2, rows // 2]])
         with RowServer("127.0.0.1", token, IMPATIENT_S, tls=tls) as server:
             server.offer(EPOCH, Offer(store, None, counts, [(1, EPOCH, 0)], keep=True))
-            host, port, fingerprint = server.address
-            place = Place(host, port, token, fingerprint)
+            place = ServiceAddress(*server.address[:2], token, server.address[2])
             with Call(place, any_way(draw)) as line:
                 line.send(line.proof(line.hello(), "wrong" if stranger else None) + octets)
                 answer = line.answer()
@@ -133,17 +133,9 @@ class ReshuffleTarget(Target):
                 raise Fault("who does not know the token was answered")
             got = PartitionStore(self._folder)
             with closing(got), RowServer("127.0.0.1", token, DEADLINE_S, tls=tls) as other:
-                fetched = RowExchange(
-                    rank=1,
-                    server=other,
-                    token=token,
-                    everyone=lambda: Everyone([[(0, rows)], []], [server.address, other.address]),
-                    specs=SPECS,
-                    seed=1,
-                    deadline_s=DEADLINE_S,
-                    tls=tls,
-                )
-                fetched(PartitionStore(self._folder), None, got, EPOCH)
+                told = [server.address, other.address]
+                part = self._part(1, other, token, tls, 1, Everyone([[(0, rows)], []], told))
+                part(PartitionStore(self._folder), None, got, EPOCH)
                 if got.rows != rows // 2:
                     raise Fault(f"{got.rows} rows were fetched of {rows // 2}")
         return not wrong
@@ -166,7 +158,7 @@ class RunTarget(Target):
             service = stack.enter_context(Service("127.0.0.1", encrypted=draw.random() < 0.1))
             run = stack.enter_context(RunService(service, workers, Display("its log")))
             stack.enter_context(_shown(run))
-            place = Place.of(run.address)
+            place = run.address
             lines = [stack.enter_context(Call(place, any_way(draw))) for _ in range(workers)]
             steps = [draw.choice(["gather", "lines", "report", "stacks"]) for _ in range(3)]
             fails = draw.random() < 0.1

@@ -17,7 +17,6 @@ import logging
 import os
 import random
 import resource
-import signal
 import struct
 import sys
 import threading
@@ -29,7 +28,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 import torch
 from subprocesses import run_python
@@ -43,8 +41,8 @@ MAX_HANGS = 20
 MAX_MEMORY_BYTES = 6 << 30
 """Private memory, including threads' stacks, beyond which ``main`` is refused any more."""
 NUMBER = struct.Struct("q")
-STUCK_S = 60.0
-"""Seconds after which ``main`` ends itself at an input; more than any target's own deadline."""
+STUCK_S = 20.0
+"""The longest that an input may take; then ``main`` ends itself, and says where it was."""
 LEAVING_S = 10.0
 """Seconds for the threads that served an input to end."""
 
@@ -56,11 +54,9 @@ class Target(ExitStack):
 
     Attributes:
         name: of the inputs; another name has others.
-        deadline_s: the longest that one input may take, in seconds.
     """
 
     name: str
-    deadline_s: float = 20.0
 
     def folder(self) -> Path:
         """An empty folder, in memory if it can be, which is deleted at the end."""
@@ -99,10 +95,6 @@ class Fault(Exception):
 
 class Stuck(Fault):
     """An end that should have answered by now has not."""
-
-
-class Hung(BaseException):
-    """An input took longer than its deadline; no ``except Exception`` catches it."""
 
 
 @dataclass
@@ -150,7 +142,6 @@ def run(
     indices: Iterable[int],
     *,
     on_input: Callable[[int], None] = lambda index: None,
-    limited: bool = True,
 ) -> Tally:
     """Have a target that is already entered read its inputs.
 
@@ -159,8 +150,6 @@ def run(
         seed: the run's seed.
         indices: the numbers of the inputs.
         on_input: called before each input with its number.
-        limited: whether to interrupt an input at its deadline; only in the main thread, and where
-            nothing else uses the process's timer.
     """
     tally, numbers, hangs = Tally(), list(indices), 0
     with _thread_errors() as errors, _logged_to_nobody():
@@ -169,13 +158,9 @@ def run(
             before = _peak_mb(from_now=True)
             draw = random.Random(f"{target.name}/{seed}/{index}")
             try:
-                with _deadline(target.deadline_s if limited else 0.0):
-                    tally.accepted += target.attempt(draw)
+                tally.accepted += target.attempt(draw)
             except SparkDLError:
                 pass
-            except Hung as hung:
-                tally.note(*_described(hung, index))
-                hangs += 1
             except Exception as error:
                 tally.note(*_described(error, index))
                 hangs += isinstance(error, Stuck)
@@ -241,7 +226,6 @@ def main() -> None:
 
         def on_input(number: int) -> None:
             os.pwrite(file.fileno(), NUMBER.pack(number), 0)
-            # It interrupts itself at the deadline, unless native code prevents that.
             faulthandler.dump_traceback_later(STUCK_S, exit=True)
 
         tally = run(target, seed, range(first, end), on_input=on_input)
@@ -339,22 +323,3 @@ def _logged_to_nobody() -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
         logger.propagate = before[1]
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Interrupt the main thread after a time; not at all for 0."""
-    if not seconds:
-        yield
-        return
-
-    def interrupt(_: int, frame: FrameType | None) -> None:
-        raise Hung(stacks())
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

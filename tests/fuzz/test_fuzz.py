@@ -57,7 +57,7 @@ targets = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.n
 @targets
 def test_no_input_has_another_outcome_than_it_may_have(target: type[Target]) -> None:
     with target() as entered:
-        tally = run(entered, SEED, range(TARGETS[target]), limited=False)
+        tally = run(entered, SEED, range(TARGETS[target]))
     require_nothing_found(target, SEED, tally)
 
 
@@ -77,7 +77,6 @@ class Scripted(Target):
     """Does what it is told to."""
 
     name = "scripted"
-    deadline_s = 0.2
 
     def __init__(self, act: Callable[[random.Random], object]) -> None:
         super().__init__()
@@ -123,6 +122,6 @@ def test_what_must_not_be_is_found(
         calls += 1
         return act(draw) is None if calls > 1 else None
 
-    tally = run(Scripted(from_the_second_on), SEED, range(3), limited=False)
+    tally = run(Scripted(from_the_second_on), SEED, range(3))
     (found,) = (found for name, found in tally.findings.items() if cause in name)
     assert found.index == 1
