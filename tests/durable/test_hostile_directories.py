@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from every_row import every
 
 from sparkdl.checkpoint.container import Piece
 from sparkdl.checkpoint.storage import CheckpointStore
@@ -81,56 +83,50 @@ def newest(path: Path) -> int | None:
     return None if saved is None else int(saved.description["epoch"])
 
 
+@every("attack", ATTACKS)
 def test_whatever_is_in_the_place_of_a_file_of_ours_no_file_elsewhere_changes(
-    tmp_path: Path, home: Path, subtests: pytest.Subtests
+    tmp_path: Path, home: Path, attack: str
 ) -> None:
     """A checkpoint is written, or it is refused in words."""
-    for number, attack in enumerate(ATTACKS):
-        with subtests.test(attack=attack):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            for number, name in enumerate([lease.LEASE, lease.LOCK, name_of(1)]):
-                (root := directory / f"{number}").mkdir()
-                ATTACKS[attack](root / name, home)
-                store = CheckpointStore(str(root), keep_last=1)
-                try:
-                    with store.held():
-                        for epoch in (1, 2):
-                            write(store, epoch)
-                        store.prune()
-                except ConfigError:  # any kind of file is no hindrance
-                    assert (name, attack) in [
-                        (lease.LEASE, "directory"),
-                        (lease.LEASE, "full directory"),
-                    ]
-                else:
-                    assert newest(root) == 2
+    for number, name in enumerate([lease.LEASE, lease.LOCK, name_of(1)]):
+        (root := tmp_path / f"{number}").mkdir()
+        ATTACKS[attack](root / name, home)
+        store = CheckpointStore(str(root), keep_last=1)
+        try:
+            with store.held():
+                for epoch in (1, 2):
+                    write(store, epoch)
+                store.prune()
+        except ConfigError:  # any kind of file is no hindrance
+            assert name == lease.LEASE
+            assert attack in ("directory", "full directory")
+        else:
+            assert newest(root) == 2
 
 
 def name_of(number: int) -> str:
     return f"checkpoint-{number:06d}.safetensors"
 
 
+@every(
+    ("attack", "ends", "words"),
+    [
+        (attack, *end)
+        for attack in ATTACKS
+        for end in (("published", "moved or replaced"), ("given up", "given up"))
+    ],
+)
 def test_a_checkpoint_is_written_where_it_was_begun_whatever_takes_its_place(
-    tmp_path: Path, home: Path, subtests: pytest.Subtests
+    tmp_path: Path, home: Path, attack: str, ends: str, words: str
 ) -> None:
-    for number, attack in enumerate(ATTACKS):
-        with subtests.test(attack=attack):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            for ends, words in (("published", "moved or replaced"), ("given up", "given up")):
-                (root := directory / ends).mkdir()
-                replace = partial(replaced, root, ATTACKS[attack], home)
-                store = CheckpointStore(str(root), keep_last=1)
-                with store.held():
-                    write(store, 1)
-                    contents = {
-                        "center": Piece("U8", [7 + (1 << 20)], partial(written, replace, ends))
-                    }
-                    with pytest.raises(CheckpointError, match=words):
-                        store.write(contents, {"epoch": 2})
-                assert (root / "away").read_bytes().count(b"weights") == 1
-                assert newest(root) == 1
+    blocks = partial(written, partial(replaced, tmp_path, ATTACKS[attack], home), ends)
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    with store.held():
+        write(store, 1)
+        with pytest.raises(CheckpointError, match=words):
+            store.write({"center": Piece("U8", [7 + (1 << 20)], blocks)}, {"epoch": 2})
+    assert (tmp_path / "away").read_bytes().count(b"weights") == 1
+    assert newest(tmp_path) == 1
 
 
 def replaced(root: Path, attack: Callable[[Path, Path], None], home: Path) -> None:
@@ -147,72 +143,59 @@ def written(meanwhile: Callable[[], None], ends: str, size: int) -> Iterator[byt
         raise CheckpointError("given up")
 
 
+@every("attack", ATTACKS)
 def test_what_is_in_the_place_of_an_old_checkpoint_is_not_deleted_through(
-    tmp_path: Path, home: Path, subtests: pytest.Subtests
+    tmp_path: Path, home: Path, attack: str
 ) -> None:
-    for number, attack in enumerate(ATTACKS):
-        with subtests.test(attack=attack):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            (root := directory / "checkpoints").mkdir()
-            store = CheckpointStore(str(root), keep_last=1)
-            for epoch in (1, 2):
-                write(store, epoch)
-            (root / name_of(1)).unlink()
-            ATTACKS[attack](root / name_of(1), home)
-            store.prune()
-            assert newest(root) == 2
-            if attack == "full directory":  # no checkpoint holds such files
-                assert contents(root / name_of(1)) == contents(home)
+    store = CheckpointStore(str(tmp_path), keep_last=1)
+    for epoch in (1, 2):
+        write(store, epoch)
+    (tmp_path / name_of(1)).unlink()
+    ATTACKS[attack](tmp_path / name_of(1), home)
+    store.prune()
+    assert newest(tmp_path) == 2
+    if attack == "full directory":  # no checkpoint holds such files
+        assert contents(tmp_path / name_of(1)) == contents(home)
 
 
+@every("attack", ATTACKS)
 def test_a_job_is_refused_or_leaves_its_output_and_no_file_elsewhere_changes(
-    tmp_path: Path, home: Path, subtests: pytest.Subtests
+    tmp_path: Path, home: Path, attack: str
 ) -> None:
-    for number, attack in enumerate(ATTACKS):
-        with subtests.test(attack=attack):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            names = ["out", "out.sparkdl-job", "out.sparkdl-replaced", "out.sparkdl-staged-0"]
-            for number, name in enumerate([*names, f"out.sparkdl-job/{lease.LEASE}"]):
-                place = directory / f"{number}" / name
-                place.parent.mkdir(parents=True)
-                ATTACKS[attack](place, home)
-                location = Location(
-                    files=LocalFiles(), path=f"{directory}/{number}/out", renames=True
-                )
-                run = Run(job="train", run_id="a", configuration_sha256="c")
-                output = Output(location, run)
-                try:
-                    with output.claimed() as done:
-                        assert done is None
-                        Path(output.staged).mkdir()
-                        output.commit({})
-                except (CheckpointError, ConfigError):
-                    continue
-                assert json.loads((directory / f"{number}" / "out" / "_result.json").read_text())
+    names = ["out", "out.sparkdl-job", "out.sparkdl-replaced", "out.sparkdl-staged-0"]
+    for number, name in enumerate([*names, f"out.sparkdl-job/{lease.LEASE}"]):
+        place = tmp_path / f"{number}" / name
+        place.parent.mkdir(parents=True)
+        ATTACKS[attack](place, home)
+        location = Location(files=LocalFiles(), path=f"{tmp_path}/{number}/out", renames=True)
+        output = Output(location, Run(job="train", run_id="a", configuration_sha256="c"))
+        try:
+            with output.claimed() as done:
+                assert done is None
+                Path(output.staged).mkdir()
+                output.commit({})
+        except (CheckpointError, ConfigError):
+            continue
+        assert json.loads((tmp_path / f"{number}" / "out" / "_result.json").read_text())
 
 
+@every("attack", ATTACKS)
 def test_a_result_file_and_a_saved_model_take_a_name_and_not_what_has_it(
-    tmp_path: Path, home: Path, subtests: pytest.Subtests
+    tmp_path: Path, home: Path, attack: str
 ) -> None:
-    for number, attack in enumerate(ATTACKS):
-        with subtests.test(attack=attack):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            ATTACKS[attack](directory / "result.json", home)
-            result = f"{directory}/result.json"
-            with suppress(CheckpointError):
-                clear_result(result)
-                write_result(result, {"a": 1})
-            with suppress(CheckpointError):
-                clear_result(result)
-            ATTACKS[attack](directory / "model.sparkdl-replaced", home)
-            (made := directory / "made").mkdir()
-            (made / "weights").write_text("new")
-            for _ in range(2):
-                put_directory(made, directory / "model")
-                assert contents(directory / "model") == {"weights": "new"}
+    result = tmp_path / "result.json"
+    ATTACKS[attack](result, home)
+    with suppress(CheckpointError):
+        clear_result(str(result))
+        write_result(str(result), {"a": 1})
+    with suppress(CheckpointError):
+        clear_result(str(result))
+    ATTACKS[attack](tmp_path / "model.sparkdl-replaced", home)
+    (made := tmp_path / "made").mkdir()
+    (made / "weights").write_text("new")
+    for _ in range(2):
+        put_directory(made, tmp_path / "model")
+        assert contents(tmp_path / "model") == {"weights": "new"}
 
 
 def test_a_device_stays_where_it_is() -> None:
@@ -232,42 +215,29 @@ def test_whoever_may_only_read_a_directory_keeps_nobody_out(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_that_others_could_take_too_is_none(
-    tmp_path: Path, subtests: pytest.Subtests
-) -> None:
-    for number, mode in enumerate([0o644, 0o660, 0o606]):
-        with subtests.test(mode=mode):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            (file := directory / lease.LOCK).touch()
-            file.chmod(mode)
-            descriptor = os.open(file, os.O_RDONLY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with CheckpointStore(str(directory), keep_last=1).held():
-                pass
-            os.close(descriptor)
+@every("mode", [0o644, 0o660, 0o606])
+def test_a_lock_that_others_could_take_too_is_none(tmp_path: Path, mode: int) -> None:
+    (file := tmp_path / lease.LOCK).touch()
+    file.chmod(mode)
+    descriptor = os.open(file, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with CheckpointStore(str(tmp_path), keep_last=1).held():
+        pass
+    os.close(descriptor)
 
 
+@every(("make", "digits"), itertools.product([Path.mkdir, Path.touch], ["9" * 18, "9" * 200]))
 def test_a_number_that_leaves_no_room_does_not_hide_the_others(
-    tmp_path: Path, subtests: pytest.Subtests
+    tmp_path: Path, make: Any, digits: str
 ) -> None:
-    for number, (make, name) in enumerate(
-        itertools.product(
-            [Path.mkdir, Path.touch],
-            [f"checkpoint-{digits}.safetensors" for digits in ("9" * 18, "9" * 200)],
-        )
-    ):
-        with subtests.test(name=name, make=make):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            make(directory / name)
-            for epoch in (1, 2):
-                with (store := CheckpointStore(str(directory), keep_last=1)).held():
-                    assert newest(directory) == (None if epoch == 1 else 1)
-                    write(store, epoch)
-                    store.prune()
-            assert newest(directory) == 2
-            assert sorted(os.listdir(directory)) == [name_of(2), name]
+    make(tmp_path / (name := f"checkpoint-{digits}.safetensors"))
+    for epoch in (1, 2):
+        with (store := CheckpointStore(str(tmp_path), keep_last=1)).held():
+            assert newest(tmp_path) == (None if epoch == 1 else 1)
+            write(store, epoch)
+            store.prune()
+    assert newest(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path)) == [name_of(2), name]
 
 
 def test_the_last_number_is_refused_in_words(tmp_path: Path) -> None:
@@ -288,17 +258,14 @@ def test_entries_that_are_no_files_are_no_checkpoints(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [name_of(1), name_of(3), name_of(5)]
 
 
-def test_a_name_of_any_bytes_is_nobodys(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for number, name in enumerate([f"{name_of(9)}\n", "new\nline", os.fsdecode(b"\xff\xfe")]):
-        with subtests.test(name=name):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            (directory / name).mkdir()
-            with (store := CheckpointStore(str(directory), keep_last=1)).held():
-                write(store, 1)
-                store.prune()
-            assert newest(directory) == 1
-            assert (directory / name).is_dir()
+@every("name", [f"{name_of(9)}\n", "new\nline", os.fsdecode(b"\xff\xfe")])
+def test_a_name_of_any_bytes_is_nobodys(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with (store := CheckpointStore(str(tmp_path), keep_last=1)).held():
+        write(store, 1)
+        store.prune()
+    assert newest(tmp_path) == 1
+    assert (tmp_path / name).is_dir()
 
 
 def test_a_checkpoint_path_may_be_a_link_of_the_users_own(tmp_path: Path) -> None:

@@ -225,10 +225,9 @@ def test_a_checkpoint_that_was_begun_in_a_training_is_not_published_after_its_en
     store = store_at(tmp_path)
     with ExitStack() as training:
         training.enter_context(store.held())
+        late = Piece("U8", [0], lambda _: training.close() or iter([]))
         with pytest.raises(CheckpointError, match="has ended"):
-            store.write(
-                {"center": Piece("U8", [0], lambda _: training.close() or iter([]))}, {"epoch": 1}
-            )
+            store.write({"center": late}, {"epoch": 1})
     assert store.newest() is None
 
 
@@ -277,12 +276,10 @@ def test_a_lease_on_files_that_end_with_the_run_leaves_the_runs_own_error(
         fails()
 
 
-def test_a_directory_that_cannot_be_written_to_is_refused_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_written_to_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / lease.LEASE).mkdir()
-    store = store_at(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be used: .*directory"), store.held():
+    refused = pytest.raises(ConfigError, match=r"cannot be used: .*directory")
+    with refused, store_at(tmp_path).held():
         pass
 
 
