@@ -32,9 +32,8 @@ torch.set_num_threads(1)
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 # A busy machine must not fail a test, nor examples that nobody has seen before: `make
 # test-nightly` draws those.
-patient = settings(
-    deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
+no_check = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+patient = settings(deadline=None, database=None, suppress_health_check=no_check, print_blob=True)
 settings.register_profile("sparkdl", patient, derandomize=True)
 settings.register_profile("nightly", patient, derandomize=False)
 settings.load_profile("sparkdl")

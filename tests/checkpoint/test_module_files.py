@@ -23,17 +23,10 @@ from sparkdl.encodings.scale import Scale
 from sparkdl.errors import ConfigError, SparkDLError
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
+EPOCH: Any = {"examples": 10, "rounds": 3, "seconds": 0.25}
 HISTORY = [
-    EpochSummary(epoch=1, loss=0.5, examples=10, rounds=3, seconds=0.25),
-    EpochSummary(
-        epoch=2,
-        loss=float("inf"),
-        examples=10,
-        rounds=3,
-        seconds=0.5,
-        mean_staleness=1.5,
-        max_staleness=4,
-    ),
+    EpochSummary(epoch=1, loss=0.5, **EPOCH),
+    EpochSummary(epoch=2, loss=float("inf"), mean_staleness=1.5, max_staleness=4, **EPOCH),
 ]
 FEATURES = (ColumnSpec("features", torch.float32, (4,)), ColumnSpec("carrier", torch.int64))
 
@@ -49,7 +42,7 @@ def same_state(first: nn.Module, second: nn.Module) -> bool:
     )
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_everything_comes_back_and_weights_are_plain_safetensors(tmp_path: Path) -> None:
     module = Net()
     write(module, Net, tmp_path)
     loaded = read_module(tmp_path, trust=["models"])
@@ -59,13 +52,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert (loaded.head, loaded.widths) == ("logits", {None: 3})
     assert list(loaded.history) == HISTORY
     assert not loaded.module.training
-
-
-def test_weights_are_plain_safetensors_under_torchs_names(tmp_path: Path) -> None:
-    module = Net()
-    write(module, Net, tmp_path)
-    weights = load_file(tmp_path / "module.safetensors")
-    assert weights.keys() == module.state_dict().keys()
+    assert load_file(tmp_path / "module.safetensors").keys() == module.state_dict().keys()
 
 
 class WithCaches(nn.Module):
@@ -129,20 +116,15 @@ def test_loading_leaves_the_random_state_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_several_outputs_come_back_by_name_and_position(tmp_path: Path) -> None:
+def test_several_outputs_come_back_by_name_and_position_and_no_other_key_does(
+    tmp_path: Path,
+) -> None:
     widths = {None: 3, "logits": 3, 0: None}
     write_module(SavedModule(Net(), Net, FEATURES, "unknown", widths, HISTORY), tmp_path)
     assert read_module(tmp_path, trust=["models"]).widths == widths
-
-
-@every("key", [-1, True, 1.0, ["logits"]])
-def test_a_key_that_names_no_output_is_refused(tmp_path: Path, key: Any) -> None:
-    write(Net(), Net, tmp_path)
-    path = tmp_path / "module.json"
-    outputs = [{"key": key, "width": 3}]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "outputs": outputs}))
-    with pytest.raises(ConfigError, match="an entry of outputs is invalid"):
-        read_module(tmp_path, trust=["models"])
+    for key in (-1, True, 1.0, ["logits"]):
+        with pytest.raises(ConfigError, match="an entry of outputs is invalid"):
+            read_changed(tmp_path, (), {"outputs": [{"key": key, "width": 3}]})
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -150,16 +132,15 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
         load_module(tmp_path)
 
 
-def test_another_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+@every("number, words", [(99, "format 99, newer than the 4"), (3, "format 3, .* only format 4")])
+def test_another_format_is_refused_with_both_numbers(
+    tmp_path: Path, number: int, words: str
+) -> None:
     write(Net(), Net, tmp_path)
     path = tmp_path / "module.json"
-    for number, words in {
-        99: "format 99, newer than the 4",
-        3: "format 3, .* only format 4",
-    }.items():
-        path.write_text(json.dumps({**json.loads(path.read_text()), "format": number}))
-        with pytest.raises(ConfigError, match=words):
-            load_module(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": number}))
+    with pytest.raises(ConfigError, match=words):
+        load_module(tmp_path)
 
 
 @every("damage", ["no weights", "cut weights", "cut description", "foreign description"])
@@ -251,16 +232,8 @@ def saved(
     directory: Path, features: tuple[ColumnSpec, ...] = PADDED, loss: Any = None
 ) -> SavedModule:
     epoch = EpochSummary(epoch=1, loss=0.5, examples=3, rounds=1, seconds=0.5, metrics=METRICS)
-    module = SavedModule(
-        module=Net(),
-        builder=Net,
-        features=features,
-        head="logits",
-        widths={None: 3},
-        history=[epoch],
-        labels=LABELS,
-        loss=loss,
-    )
+    told: Any = {"labels": LABELS, "loss": loss}
+    module = SavedModule(Net(), Net, features, "logits", {None: 3}, [epoch], **told)
     write_module(module, directory)
     return module
 
@@ -299,15 +272,9 @@ def test_a_loss_of_one_s_own_needs_trust(tmp_path: Path) -> None:
     [
         ({"labels": None}, "it has no list of labels"),
         ({"labels": [{"name": "y"}]}, "an entry of labels is invalid"),
-        (
-            {"labels": [{"name": "y", "dtype": "os", "row_shape": []}]},
-            "an entry of labels is invalid",
-        ),
+        ({"labels": [{"name": "y", "dtype": "os", "row_shape": []}]}, "entry of labels is invalid"),
         ({"loss": {"recipe": {"import": "os:system"}}}, "not torch's own"),
-        (
-            {"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}},
-            "loss must be an nn.Module or",
-        ),
+        ({"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}}, "must be an nn.Module or"),
         ({"loss": []}, "which is not an object spec"),
     ],
 )
@@ -325,37 +292,18 @@ def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> 
 
 
 NO_PADDING: list[dict[str, Any]] = [
-    {"padding": {"value": "0", "input": None}},
-    {"padding": {"value": True, "input": None}},
-    {"padding": {"value": float("nan"), "input": None}},
-    {"padding": {"value": 0, "input": "mask"}},
-    {"padding": {"value": 0, "input": []}},
-    {"padding": {"value": 0}},
-    {"padding": 3},
-    {"row_shape": [4]},
-    {"row_shape": [4, -1]},
-    {"row_shape": [-1, -1]},
-    {"row_shape": []},
+    *({"padding": {"value": value, "input": None}} for value in ("0", True, float("nan"))),
+    *({"padding": {"value": 0, "input": name}} for name in ("mask", [])),
+    *({"padding": padding} for padding in ({"value": 0}, 3)),
+    *({"row_shape": shape} for shape in ([4], [4, -1], [-1, -1], [])),
 ]
 NO_SCALE: list[dict[str, Any]] = [
-    {"scale": {**SAVED, "dtype": "uint8"}},
-    {"scale": {**SAVED, "dtype": "Tensor"}},
-    {"scale": {**SAVED, "dtype": 3}},
-    {"scale": {**SAVED, "range": "0-1"}},
-    {"scale": {**SAVED, "range": []}},
-    {"scale": {**SAVED, "mean": [0.5]}},
-    {"scale": {**SAVED, "mean": []}},
-    {"scale": {**SAVED, "std": [1, 1, 0]}},
-    {"scale": {**SAVED, "std": [1, 1, "1"]}},
-    {"scale": {**SAVED, "std": [1, 1, float("nan")]}},
-    {"scale": {**SAVED, "std": [1, 1, 10**400]}},
-    {"scale": {**SAVED, "mean": 0.5}},
-    {"scale": {"dtype": "float32"}},
-    {"scale": {**SAVED, "more": 1}},
-    {"scale": 3},
-    {"row_shape": [3]},
-    {"dtype": "float32"},
-    {"encoding": "image fitted"},
+    *({"scale": {**SAVED, "dtype": dtype}} for dtype in ("uint8", "Tensor", 3)),
+    *({"scale": {**SAVED, "range": values}} for values in ("0-1", [])),
+    *({"scale": {**SAVED, "mean": mean}} for mean in ([0.5], [], 0.5)),
+    *({"scale": {**SAVED, "std": [1, 1, last]}} for last in (0, "1", float("nan"), 10**400)),
+    *({"scale": scale} for scale in ({"dtype": "float32"}, {**SAVED, "more": 1}, 3)),
+    *({"row_shape": [3]}, {"dtype": "float32"}, {"encoding": "image fitted"}),
 ]
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,17 +51,14 @@ def test_what_can_be_imported_comes_back_itself(tmp_path: Path, value: Any) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_a_partial_comes_back_with_its_arguments(tmp_path: Path) -> None:
+def test_partials_come_back_with_their_arguments_lists_and_dicts(tmp_path: Path) -> None:
     value = partial(torch.optim.AdamW, lr=0.1, betas=(0.8, 0.9), foreach=None, amsgrad=True)
     loaded = there_and_back(value, tmp_path)
     assert (loaded.func, loaded.args, loaded.keywords) == (value.func, (), value.keywords)
     assert isinstance(loaded.keywords["betas"], tuple)
-
-
-def test_nested_partials_lists_and_dicts_come_back(tmp_path: Path) -> None:
-    value = partial(partial(models.Net, 4), outputs=[1, (2.5, None)], names={"a": nn.ReLU})
-    loaded = there_and_back(value, tmp_path, trust=["models"])
-    assert (loaded.args, loaded.keywords) == (value.args, value.keywords)
+    nested = partial(partial(models.Net, 4), outputs=[1, (2.5, None)], names={"a": nn.ReLU})
+    again = there_and_back(nested, tmp_path, trust=["models"])
+    assert (again.args, again.keywords) == (nested.args, nested.keywords)
 
 
 @every(
@@ -81,16 +79,16 @@ def test_a_strategy_comes_back_equal(tmp_path: Path, value: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
-LOSSES = [
-    nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=3),
-    nn.NLLLoss(reduction="sum"),
-    nn.HuberLoss(delta=2.5),
-    nn.SmoothL1Loss(beta=0.3),
-    nn.KLDivLoss(log_target=True),
-]
-
-
-@every("loss", LOSSES)
+@every(
+    "loss",
+    [
+        nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=3),
+        nn.NLLLoss(reduction="sum"),
+        nn.HuberLoss(delta=2.5),
+        nn.SmoothL1Loss(beta=0.3),
+        nn.KLDivLoss(log_target=True),
+    ],
+)
 def test_a_loss_of_torch_comes_back_with_its_settings(tmp_path: Path, loss: Any) -> None:
     loaded = there_and_back(loss, tmp_path)
     assert type(loaded) is type(loss)
@@ -99,20 +97,16 @@ def test_a_loss_of_torch_comes_back_with_its_settings(tmp_path: Path, loss: Any)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_loss_with_class_weights_is_pickled_with_them(tmp_path: Path) -> None:
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-    loaded = there_and_back(loss, tmp_path, trust=True)
-    assert torch.equal(loaded.weight, loss.weight)
-    assert (tmp_path / "thing.pkl").exists()
-
-
 class OwnLoss(nn.CrossEntropyLoss):
     def __init__(self, sharpness: float) -> None:
         super().__init__()
         self.sharpness = sharpness
 
 
-def test_a_subclass_of_a_loss_keeps_what_it_added(tmp_path: Path) -> None:
+def test_a_loss_with_class_weights_or_of_a_subclass_is_pickled_with_them(tmp_path: Path) -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(there_and_back(loss, tmp_path, trust=True).weight, loss.weight)
+    assert (tmp_path / "thing.pkl").exists()
     assert there_and_back(OwnLoss(3.0), tmp_path, trust=True).sharpness == 3.0
 
 
@@ -127,25 +121,15 @@ def test_what_cannot_be_imported_needs_trust(value: Any, tmp_path: Path) -> None
         load(spec, tmp_path)
 
 
-def fail_inside_trust() -> None:
-    with trusted_pickles():
-        raise RuntimeError
-
-
-def test_trust_ends_with_the_block_also_after_an_error(tmp_path: Path) -> None:
+def test_nested_trust_ends_with_the_outer_block_also_after_an_error(tmp_path: Path) -> None:
     spec = save_object(lambda: 1, tmp_path, "thing")
-    with pytest.raises(RuntimeError):
-        fail_inside_trust()
-    with pytest.raises(ConfigError, match="pickle"):
-        load(spec, tmp_path)
-
-
-def test_nested_trust_ends_with_the_outer_block(tmp_path: Path) -> None:
-    spec = save_object(lambda: 1, tmp_path, "thing")
-    with trusted_pickles():
+    with suppress(RuntimeError), trusted_pickles():
         with trusted_pickles():
             pass
         assert load(spec, tmp_path)() == 1
+        raise RuntimeError
+    with pytest.raises(ConfigError, match="pickle"):
+        load(spec, tmp_path)
 
 
 def test_what_is_no_longer_importable_is_named_with_its_path(tmp_path: Path) -> None:
@@ -204,24 +188,24 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+@every(("dtype", "kind"), itertools.product([torch.float32, torch.float64], BUILDERS))
 def test_a_module_that_cannot_be_pickled_is_built_again_with_its_values(
-    subtests: pytest.Subtests,
+    dtype: torch.dtype, kind: str
 ) -> None:
-    for dtype, build in itertools.product([torch.float32, torch.float64], BUILDERS.values()):
-        with subtests.test(build=build, dtype=dtype):
-            module = build().to(dtype).eval()
-            with pytest.raises(Exception, match=r"erializ"):
-                cloudpickle.dumps(module)
-            with torch.no_grad():
-                for tensor in [*module.parameters(), *module.buffers()]:
-                    if tensor.is_floating_point():
-                        tensor.add_(0.125)
-            features = torch.randn(4, 6, dtype=dtype)
+    build = BUILDERS[kind]
+    module = build().to(dtype).eval()
+    with pytest.raises(Exception, match=r"erializ"):
+        cloudpickle.dumps(module)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.add_(0.125)
+    features = torch.randn(4, 6, dtype=dtype)
 
-            require_portable(module, build)
-            arrived = cloudpickle.loads(pickled_module(module, build)).eval()
+    require_portable(module, build)
+    arrived = cloudpickle.loads(pickled_module(module, build)).eval()
 
-            assert torch.equal(arrived(features), module(features))
+    assert torch.equal(arrived(features), module(features))
 
 
 class HoldsInAList(nn.Module):
@@ -271,15 +255,11 @@ def test_a_cache_that_is_made_later_arrives_as_it_is(used: bool) -> None:
     assert arrived.state_dict().keys() == module.state_dict().keys()
 
 
-def test_the_same_module_is_the_same_pickle() -> None:
+def test_the_same_module_is_the_same_pickle_and_leaves_the_random_numbers_alone() -> None:
     build = BUILDERS["weight_norm"]
     module = build()
-    assert pickled_module(module, build) == pickled_module(module, build)
-
-
-def test_building_it_again_leaves_the_random_numbers_alone() -> None:
-    build = BUILDERS["weight_norm"]
-    pickled = pickled_module(build(), build)
+    pickled = pickled_module(module, build)
+    assert pickled_module(module, build) == pickled
     before = torch.random.get_rng_state()
     cloudpickle.loads(pickled)
     assert torch.equal(torch.random.get_rng_state(), before)

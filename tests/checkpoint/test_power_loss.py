@@ -153,11 +153,6 @@ def test_a_module_is_found_without_spark_where_a_save_was_interrupted(memory: Pa
     """As the test before leaves it: the old one aside, the new one not yet there."""
     (there := memory / f"m{ASIDE}").mkdir()
     module = nn.Linear(2, 1)
-    write_module(
-        SavedModule(
-            module=module, builder=module, features=(), head="raw", widths={None: 1}, history=()
-        ),
-        there,
-    )
+    write_module(SavedModule(module, module, (), "raw", {None: 1}, ()), there)
     loaded = load_module(memory / "m", trust=True)
     assert torch.equal(loaded.state_dict()["weight"], module.weight)

@@ -15,7 +15,8 @@ import hypothesis.strategies as st
 import pytest
 from every_row import every
 from fsspec.implementations.local import LocalFileSystem
-from hypothesis import HealthCheck, given, settings
+from hostile import damaged
+from hypothesis import given, settings
 from pyarrow import fs
 
 from sparkdl.checkpoint import storage
@@ -56,12 +57,9 @@ def test_what_was_published_is_read(tmp_path: Path) -> None:
     assert saved.contents["rank-0"].size == len(b"weightsrank-0")
 
 
-def test_an_empty_or_new_directory_has_no_checkpoint(tmp_path: Path) -> None:
+def test_the_newest_wins_whatever_its_epoch_and_there_may_be_none(tmp_path: Path) -> None:
     assert newest_epoch(tmp_path) is None
     assert newest_epoch(tmp_path / "a" / "b") is None
-
-
-def test_the_newest_wins_whatever_its_epoch(tmp_path: Path) -> None:
     for epoch in (5, 6, 1):
         save(CheckpointStore(str(tmp_path), keep_last=9), epoch)
     assert newest_epoch(tmp_path) == 1
@@ -72,10 +70,9 @@ def test_an_abandoned_checkpoint_leaves_nothing(tmp_path: Path) -> None:
         yield b"half"
         raise KeyboardInterrupt
 
+    contents = {"rank-0": piece(b"whole"), "center": Piece("U8", [9], half)}
     with pytest.raises(KeyboardInterrupt):
-        CheckpointStore(str(tmp_path), keep_last=2).write(
-            {"rank-0": piece(b"whole"), "center": Piece("U8", [9], half)}, {}
-        )
+        CheckpointStore(str(tmp_path), keep_last=2).write(contents, {})
     assert names(tmp_path) == []
 
 
@@ -108,9 +105,7 @@ def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 2
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_damage_to_the_newest_is_noticed_and_the_one_before_is_used(
     tmp_path: Path, data: st.DataObject, caplog: pytest.LogCaptureFixture
@@ -185,37 +180,14 @@ def test_checkpoints_of_several_files_are_refused_in_words(tmp_path: Path) -> No
     (before := tmp_path / "checkpoint-000004").mkdir()
     assert newest_epoch(tmp_path) is None
     (before / "manifest.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-000004 is a .* earlier version.* delete"
-    ):
+    message = r"checkpoint-000004 is a .* earlier version.* delete"
+    with pytest.raises(CheckpointError, match=message):
         newest_epoch(tmp_path)
     save(CheckpointStore(str(tmp_path), keep_last=1), 7)
     assert newest_epoch(tmp_path) == 7
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=6,
-)
-
-
-def mutated(data: st.DataObject, value: Any) -> Any:
-    """A JSON value with one of its parts replaced, left out or doubled."""
-    if not isinstance(value, dict) or not value or data.draw(st.booleans()):
-        return data.draw(JSON)
-    key = data.draw(st.sampled_from(sorted(value)))
-    match data.draw(st.sampled_from(["inside", "inside", "drop", "rename"])):
-        case "drop":
-            return {k: v for k, v in value.items() if k != key}
-        case "rename":
-            return {k if k != key else data.draw(st.text(max_size=8)): v for k, v in value.items()}
-    return value | {key: mutated(data, value[key])}
-
-
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_header_that_says_anything_is_used_or_skipped_and_never_an_error_of_pythons(
     tmp_path: Path, data: st.DataObject
@@ -223,7 +195,7 @@ def test_a_header_that_says_anything_is_used_or_skipped_and_never_an_error_of_py
     shutil.rmtree(tmp_path)
     store = CheckpointStore(str(tmp_path), keep_last=2)
     save(store, 1)
-    forge(save(store, 2), lambda header: mutated(data, header))
+    forge(save(store, 2), lambda header: data.draw(damaged(header)))
     saved, refusal = None, ""
     try:
         saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
@@ -322,20 +294,14 @@ def test_a_newer_format_is_refused_not_skipped(
         newest_epoch(tmp_path)
 
 
-@every("scheme", ["file://{}", "{}"])
-def test_a_path_may_be_a_uri_or_plain(tmp_path: Path, scheme: str) -> None:
-    path = scheme.format(tmp_path / "here")
-    save(CheckpointStore(path, keep_last=2), 4)
-    assert names(tmp_path / "here") == ["checkpoint-000001.safetensors"]
-    assert newest_epoch(path) == 4
-
-
-def test_a_relative_path_is_below_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@every("path", ["file://{}/here", "{}/here", "here"])
+def test_a_path_may_be_a_uri_or_plain_or_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save(CheckpointStore("here", keep_last=2), 4)
+    save(CheckpointStore(path.format(tmp_path), keep_last=2), 4)
     assert names(tmp_path / "here") == ["checkpoint-000001.safetensors"]
+    assert newest_epoch(path.format(tmp_path)) == 4
 
 
 def test_any_file_system_of_pyarrow_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,11 +316,10 @@ def test_any_file_system_of_pyarrow_will_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(memory.get_file_info(fs.FileSelector("bucket/job"))) == 2
 
 
-def test_a_path_that_cannot_be_used_is_refused_in_words(subtests: pytest.Subtests) -> None:
-    for path in ["nosuch://x/y", "nosuch:/x/y", "/dev/null/x"]:
-        refused = pytest.raises(ConfigError, match=r"checkpointPath .* cannot be used: ")
-        with subtests.test(path=path), refused:
-            CheckpointStore(path, keep_last=2)
+@every("path", ["nosuch://x/y", "nosuch:/x/y", "/dev/null/x"])
+def test_a_path_that_cannot_be_used_is_refused_in_words(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"checkpointPath .* cannot be used: "):
+        CheckpointStore(path, keep_last=2)
 
 
 class FillsUp(LocalFileSystem):
@@ -383,7 +348,6 @@ class Filling(io.FileIO):
 
 
 @given(room=st.integers(0, 500))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_disk_that_fills_up_at_any_byte_never_publishes_half_a_checkpoint(
     tmp_path: Path, room: int
 ) -> None:

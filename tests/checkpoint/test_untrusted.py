@@ -14,16 +14,7 @@ import models
 import pytest
 from auditing import deeds
 from every_row import every
-from hostile import (
-    HOSTILE,
-    LINEAR,
-    RELU,
-    SEQUENTIAL,
-    bound,
-    made,
-    named,
-    saved_model,
-)
+from hostile import HOSTILE, LINEAR, RELU, SEQUENTIAL, bound, made, named, saved_model
 from torch import nn
 
 from sparkdl import load_module, trusted_modules, trusted_pickles
@@ -90,18 +81,11 @@ def test_a_model_that_was_trusted_once_is_refused_again_without_trust(tmp_path: 
 @every(
     "path",
     [
-        "models:os.system",  # imported by it
-        "models:torch.load",
-        "models:nn.Module",
-        "models:time.sleep",
-        "models:Path",
-        "models:Net.__init__.__globals__",
-        "models:Net.forward.__globals__",
-        "models:Net.__class__",
-        "models:__builtins__",
-        "models:missing",
-        "models:",
-        "models.missing:Net",
+        *("models:os.system", "models:torch.load", "models:nn.Module"),  # imported by it
+        *("models:time.sleep", "models:Path"),
+        *("models:Net.__init__.__globals__", "models:Net.forward.__globals__"),
+        *("models:Net.__class__", "models:__builtins__"),
+        *("models:missing", "models:", "models.missing:Net"),
     ],
 )
 def test_of_a_trusted_module_only_what_it_defines_is_found(tmp_path: Path, path: Any) -> None:
@@ -111,20 +95,15 @@ def test_of_a_trusted_module_only_what_it_defines_is_found(tmp_path: Path, path:
     assert [deed for deed in done if not deed.startswith("import ('models.")] == []
 
 
-def planted_package(directory: Path) -> None:
-    (directory / "planted_package" / "nets").mkdir(parents=True)
-    (directory / "planted_package" / "__init__.py").write_text("")
-    (directory / "planted_package" / "__main__.py").write_text("from torch.nn import Module")
-    (directory / "planted_package" / "nets" / "__init__.py").write_text(
-        "import torch\nclass Net(torch.nn.ReLU):\n    pass\n"
-    )
-    (directory / "planted_packages.py").write_text("from planted_package.nets import Net\n")
-
-
 def test_a_package_stands_for_its_modules_but_not_for_its_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted_package(tmp_path)
+    package = tmp_path / "planted_package"
+    (package / "nets").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text("from torch.nn import Module")
+    (package / "nets" / "__init__.py").write_text("import torch\nclass Net(torch.nn.ReLU): pass\n")
+    (tmp_path / "planted_packages.py").write_text("from planted_package.nets import Net\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     trust = ["planted_package"]
     for path, message in {
@@ -148,9 +127,8 @@ def test_trust_that_names_no_modules_is_refused(tmp_path: Path, trust: Any) -> N
 
 def test_a_trusted_function_that_builds_no_module_is_refused(tmp_path: Path) -> None:
     directory = saved_model(tmp_path / "model", bound("models:lines", "nowhere"))
-    with pytest.raises(
-        ConfigError, match=r"something that builds <class 'list'>, not an nn\.Module"
-    ):
+    message = r"something that builds <class 'list'>, not an nn\.Module"
+    with pytest.raises(ConfigError, match=message):
         load_module(directory, trust=["models"])
 
 
@@ -169,9 +147,8 @@ def test_what_is_saved_can_be_as_deep_as_what_is_loaded(tmp_path: Path) -> None:
         value: Any = nn.CrossEntropyLoss()
         for _ in range(depth):
             value = [value]
-        saved = json.loads(
-            json.dumps(save_object(partial(nn.Sequential, value), tmp_path, "model"))
-        )
+        written = save_object(partial(nn.Sequential, value), tmp_path, "model")
+        saved = json.loads(json.dumps(written))
         if "pickle" not in saved["recipe"]:
             load_object(saved, tmp_path, "model", expected=MODEL, trust=False)
     assert "pickle" in saved["recipe"]
@@ -194,21 +171,12 @@ def link(path: Path, target: str) -> None:
     path.symlink_to(target)
 
 
+OUTSIDE = ["../model.pkl", "{outside}/model.pkl", "sub/../../model.pkl"]
+
+
 @every(
     ("file", "trust"),
-    itertools.product(
-        [
-            "../model.pkl",
-            "{outside}/model.pkl",
-            "sub/../../model.pkl",
-            "other.pkl",
-            "",
-            ".",
-            3,
-            None,
-        ],
-        [False, ["models"], True],
-    ),
+    itertools.product([*OUTSIDE, "other.pkl", "", ".", 3, None], [False, ["models"], True]),
 )
 def test_a_pickle_elsewhere_is_never_loaded(tmp_path: Path, file: Any, trust: Any) -> None:
     (tmp_path / "model.pkl").write_bytes(evil_pickle(tmp_path / "touched"))
@@ -235,33 +203,22 @@ def test_a_pickle_that_is_a_link_out_of_the_directory_is_never_loaded(
 
 
 def test_a_directory_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
-    write_module(
-        SavedModule(nn.Linear(2, 3), nn.Linear(2, 3), (), "logits", {None: 3}, ()), tmp_path
-    )
+    layer = nn.Linear(2, 3)
+    write_module(SavedModule(layer, layer, (), "logits", {None: 3}, ()), tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
     assert isinstance(load_module(tmp_path / "link", trust=True), nn.Linear)
 
 
 @pytest.mark.timeout(120)
-@every(
-    ("kind", "file"),
-    itertools.product(
-        ["device", "pipe", "directory"], ["module.json", "module.safetensors", "model.pkl"]
-    ),
-)
-def test_what_is_no_plain_file_is_not_read(tmp_path: Path, kind: Any, file: Any) -> None:
+@every("file", ["module.json", "module.safetensors", "model.pkl"])
+def test_what_is_no_plain_file_is_not_read(tmp_path: Path, file: Any) -> None:
     spec = {"pickle": "model.pkl"} if file == "model.pkl" else named(RELU)
-    directory = saved_model(tmp_path / "model", spec)
-    path = directory / file
-    path.unlink(missing_ok=True)
-    if kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    with pytest.raises(ConfigError, match=file):
-        load_module(directory, trust=True)
+    for number, put in enumerate([partial(os.symlink, "/dev/zero"), os.mkfifo, os.mkdir]):
+        directory = saved_model(tmp_path / f"{number}", spec)
+        (directory / file).unlink(missing_ok=True)
+        put(directory / file)
+        with pytest.raises(ConfigError, match=file):
+            load_module(directory, trust=True)
 
 
 def test_more_json_than_any_model_has_is_refused(tmp_path: Path) -> None:

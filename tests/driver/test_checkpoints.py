@@ -20,7 +20,7 @@ import torch
 from by_keyword import run
 from every_row import every
 from hostile import damaged
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from interruptions import OPTIMIZERS, AskedToStop, Interrupted, policy, same_bits
 from toys import Data, classification, cnn, make_job, mlp, schema
 
@@ -415,9 +415,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 """The types that a field may have, by the words of its annotation."""
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150)
 @given(described=damaged(DESCRIPTION))
 def test_whatever_a_checkpoint_says_is_of_its_types_or_an_error_of_the_projects_own(
     tmp_path: Path, described: Any

@@ -241,7 +241,7 @@ SIZES = [22, 14, 5]
 """Of batches of 4 in windows of 2, so 3, 2 and 1 windows an epoch."""
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     windows=st.integers(0, 23),
     stop=st.sampled_from([die_after, save_and_stop]),

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl import encodings
@@ -225,7 +225,6 @@ def test_other_formats_are_refused_with_those_that_are_read() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@settings(deadline=None)
 @given(spec=st.sampled_from(SPECS), data=st.data())
 def test_mutated_images_are_pixels_or_broken_rows(
     kind: str, spec: ColumnSpec, data: st.DataObject

@@ -114,7 +114,7 @@ def test_any_shards_equal_one_process(strategy: Any, sizes: list[int], name: str
     assert [row.examples for row in outcome.history] == [sum(sizes)] * 3
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     sizes=st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(enough_rows),
     batch_size=st.integers(1, 9),

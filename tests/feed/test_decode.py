@@ -12,7 +12,7 @@ import pytest
 import torch
 from every_row import every
 from feeds import VECTOR, as_vector
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -211,7 +211,6 @@ SAID: list[tuple[st.SearchStrategy[Any], pa.DataType, list[ColumnSpec]]] = [
 """What rows say, whatever their column was declared to be."""
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_whatever_rows_say_they_are_counted_and_become_tensors_or_are_refused(data: Any) -> None:
     row, kind, specs = data.draw(st.sampled_from(SAID))

@@ -23,7 +23,7 @@ from sparkdl.feed.order import even_sizes
 from sparkdl.feed.partition_store import PartitionStore
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     sizes=record_batch_sizes,
     batch_size=st.integers(1, 20),
@@ -73,7 +73,7 @@ def test_the_rows_read_so_far_are_told_while_they_are_read(tmp_path: Path) -> No
     assert log.index("4 rows read") < log.index("3 rows handed over")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=record_batch_sizes, steps=st.integers(1, 12), epoch=st.integers(1, 3))
 def test_an_even_epoch_has_every_row_once_in_so_many_batches_of_one_size_give_or_take_one(
     sizes: list[int], steps: int, epoch: int

@@ -42,7 +42,7 @@ def ids(batches: Any) -> list[int]:
 PLAIN = FeedSchema((ID,), LABEL)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     marks=st.lists(st.booleans(), max_size=40), batch_size=st.integers(1, 9), ordered=st.booleans()
 )
@@ -224,7 +224,7 @@ class TestOrder:
             for piece in [shuffled[start:stop]]
         ]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         data=st.data(),
         keys=st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=20),
@@ -262,7 +262,7 @@ def by_content(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.append_column(ORDER_COLUMN, pa.nulls(batch.num_rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), batch_size=st.integers(1, 7))
 def test_rows_that_are_ordered_by_content_give_the_same_minibatches_however_they_arrive(
     data: Any, batch_size: int

@@ -86,7 +86,7 @@ def columns(draw: Any) -> list[Column]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(table=columns(), data=st.data(), batch_size=st.integers(1, 9))
 def test_every_worker_feeds_its_rows_once_an_epoch_with_the_values_that_numpy_has(
     table: list[Column], data: Any, batch_size: int
@@ -137,7 +137,7 @@ def is_held(number: Any, dtype: str) -> bool:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_first_number_that_is_lost_is_the_one_that_python_finds(
     source: str, data: st.DataObject

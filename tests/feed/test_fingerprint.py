@@ -43,7 +43,7 @@ def tables(draw: st.DrawFn) -> list[torch.Tensor]:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(columns=tables(), data=st.data())
 def test_the_order_of_rows_and_the_calls_they_come_in_make_no_difference(
     columns: list[torch.Tensor], data: Any
@@ -56,7 +56,7 @@ def test_the_order_of_rows_and_the_calls_they_come_in_make_no_difference(
     assert found % 2**64 == of(*columns)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(columns=tables(), data=st.data())
 def test_another_value_in_one_row_makes_a_difference(
     columns: list[torch.Tensor], data: Any
@@ -177,7 +177,7 @@ def test_rows_to_validate_with_are_told_apart_from_those_to_train_on(tmp_path: P
     assert sum(first) % 2**64 == sum(second) % 2**64
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.lists(st.lists(st.integers(-3, 3), max_size=6), min_size=1, max_size=8))
 def test_that_of_unequal_rows_is_the_sum_over_the_rows_in_any_order(
     rows: list[list[float]],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 from every_row import every
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.feed.packed import (
@@ -45,7 +45,6 @@ def columns_of_lists(draw: st.DrawFn) -> tuple[str, list[list[Any] | None]]:
     return element, draw(st.lists(draw(st.sampled_from([row, st.none() | row])), max_size=6))
 
 
-@settings(deadline=None)
 @given(column=columns_of_lists(), large=st.booleans(), data=st.data())
 def test_the_bytes_of_sparks_arrays_become_their_lists(
     column: tuple[str, list[list[Any] | None]], large: bool, data: st.DataObject
@@ -61,7 +60,6 @@ def test_the_bytes_of_sparks_arrays_become_their_lists(
     assert lists.to_pylist() == rows[start:]
 
 
-@settings(deadline=None)
 @given(data=st.data(), rows=st.integers(0, 5), width=st.integers(2, 6))
 def test_numbers_that_came_together_are_columns_again(
     data: st.DataObject, rows: int, width: int

@@ -33,7 +33,7 @@ def read(feed: Feed, batches: Sequence[pa.RecordBatch], epochs: int = 2) -> list
     return [list(feed.epoch(epoch)) for epoch in range(1, epochs + 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=LENGTHS,
     size=st.integers(1, 12),

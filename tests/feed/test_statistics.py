@@ -98,7 +98,7 @@ def test_elements_behind_a_null_array_do_not_count() -> None:
     [REALS, WHOLES, pa.bool_(), pa.list_(WHOLES), pa.list_(pa.float32())],
     ids=str,
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
     kind: pa.DataType, data: st.DataObject

@@ -132,7 +132,7 @@ class TestPartitionStore:
         sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5),
         page_bytes=st.sampled_from([16, 100, 2 << 20]),
     )
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     def test_rows_come_back_in_the_order_they_were_appended(
         self, sizes: list[int], page_bytes: int
     ) -> None:
@@ -202,7 +202,7 @@ def test_the_first_readers_may_come_at_once_also_where_the_first_row_is_empty(
 class TestStore:
     """Rows in two files: of values, and of where each row is."""
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         rows=st.lists(st.lists(st.integers(0, 99), max_size=7), min_size=1, max_size=30),
         data=st.data(),

@@ -67,7 +67,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(places=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4))
 def test_a_schedule_can_be_taken_to_any_place_to_the_bit(
     build: Any, places: list[tuple[int, int]]

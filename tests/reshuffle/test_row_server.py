@@ -221,7 +221,7 @@ def trained(partitions: list[dict[str, Any]], readers: list[list[int]], *, draws
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_whoever_reads_a_partition_each_has_the_same_rows_in_the_same_order(
     shuffled: bool, data: Any

@@ -135,7 +135,7 @@ def converse(pieces: Iterable[bytes], staging: int = 64) -> list[Any]:
     return received
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     places=st.sets(st.integers(1, len(MESSAGES) - 1)),
     staging=st.integers(1, 2 * len(MESSAGES)),
@@ -324,7 +324,7 @@ class TestWhatNoWorkerSends:
         with pytest.raises(CollectiveError, match="the ring is broken"):
             self.send(header_message({"broken": "the ring is broken"}), place)
 
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(st.binary(max_size=200))
     def test_whatever_arrives_is_understood_or_refused(self, octets: bytes) -> None:
         with contextlib.suppress(TrainingError, LeftError):
@@ -334,7 +334,6 @@ class TestWhatNoWorkerSends:
 class TestSending:
     """Messages go out whole and in order, however little is taken at a time."""
 
-    @settings(deadline=None)
     @given(
         messages=st.lists(st.lists(st.binary(max_size=30), max_size=5), max_size=6),
         takes=st.lists(st.none() | st.integers(1, 20)),

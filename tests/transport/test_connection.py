@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from toys import DTYPES
 from virtual_time import VirtualClock
@@ -419,7 +419,6 @@ def test_headers_that_are_not_taken_are_skipped() -> None:
 
 
 @given(octets=st.binary(max_size=200))
-@settings(deadline=None)
 def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
     left, right = local()
     with left, right:

@@ -172,7 +172,7 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(["state.0.exp_avg", "group.0.lr", "group.7.lr", "random.cpu", "state.9.x"])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     description=VALUES
     | st.fixed_dictionaries(
