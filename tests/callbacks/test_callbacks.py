@@ -13,12 +13,12 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
+from interruptions import policy
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.averager.run_events import RoundCommitted
 from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, TimeBudget, Training
 from sparkdl.callbacks.base import Calls
-from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import CallbackError, ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.shards import DataStatistics
@@ -79,8 +79,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def test_each_method_is_called_when_it_is_its_turn(tmp_path: Path) -> None:
     job, shards = with_held_out_rows(epochs=2)
     diary = Diary()
-    policy = CheckpointPolicy(path=str(tmp_path))
-    outcome = run_world(job, shards, checkpoints=policy, callbacks=[diary])
+    outcome = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[diary])
     lines = [line for line in diary.lines if line != "checkpoint"]
     assert lines == [("start", 24, 0), ("epoch", 1, 24), ("epoch", 2, 48), ("end", None)]
     assert diary.lines.count("checkpoint") == 2
@@ -109,23 +108,22 @@ def test_a_fit_that_is_stopped_returns_the_model_of_that_epoch(
 
 def test_the_model_that_was_kept_is_returned_and_is_what_a_second_fit_finds(tmp_path: Path) -> None:
     job, shards = with_held_out_rows(epochs=4, optimizer=partial(torch.optim.SGD, lr=1.0))
-    policy = CheckpointPolicy(path=str(tmp_path))
-    kept = run_world(
-        job, shards, checkpoints=policy, callbacks=[Diary({2: Training.keep_model})]
-    ).module
+    keeping = [Diary({2: Training.keep_model})]
+    kept = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=keeping).module
     straight = run_world(replace(job, epochs=2), shards).module
     assert same(kept, straight)
-    assert same(kept, run_world(job, shards, checkpoints=policy, callbacks=[Diary()]).module)
-    assert same(kept, run_world(job, shards, checkpoints=policy).module)
+    assert same(
+        kept, run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[Diary()]).module
+    )
+    assert same(kept, run_world(job, shards, checkpoints=policy(tmp_path)).module)
 
 
 def test_a_stopped_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None:
     job, shards = with_held_out_rows(epochs=4)
-    policy = CheckpointPolicy(path=str(tmp_path))
     stopping = Diary({2: lambda training: training.stop("enough")})
-    run_world(job, shards, checkpoints=policy, callbacks=[stopping])
+    run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[stopping])
     diary = Diary()
-    resumed = run_world(job, shards, checkpoints=policy, callbacks=[diary])
+    resumed = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[diary])
     assert diary.lines[0] == ("start", 24, 1)
     # The second epoch ended before, but its workers validate once more.
     assert [line[1] for line in diary.lines if line[0] == "epoch"] == [2, 3, 4]
@@ -152,12 +150,8 @@ def test_a_lost_worker_is_told_of_and_each_epoch_only_once(monkeypatch: pytest.M
     job, shards = with_held_out_rows(epochs=3, max_failures=1)
     diary = Diary()
     run_world(job, shards, callbacks=[diary])
-    assert [line[:2] for line in diary.lines[1:-1]] == [
-        ("epoch", 1),
-        ("lost", 1),
-        ("epoch", 2),
-        ("epoch", 3),
-    ]
+    told = [("epoch", 1), ("lost", 1), ("epoch", 2), ("epoch", 3)]
+    assert [line[:2] for line in diary.lines[1:-1]] == told
 
 
 @every("hook", Callback.methods)
@@ -172,9 +166,8 @@ def test_an_error_in_a_callback_ends_the_fit_with_its_name(
         lose_rank_1_behind_epoch(2, monkeypatch)
     monkeypatch.setattr("sparkdl.driver.serving.LOOK_S", 0.001)
     job, shards = with_held_out_rows(epochs=3, max_failures=1)
-    policy = CheckpointPolicy(path=str(tmp_path))
     with pytest.raises(CallbackError, match=f"callback Broken failed in {hook}: KeyError"):
-        run_world(job, shards, checkpoints=policy, callbacks=[broken])
+        run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[broken])
 
 
 def test_callbacks_look_at_the_clock_while_nothing_happens_but_not_before_the_start(
@@ -182,17 +175,11 @@ def test_callbacks_look_at_the_clock_while_nothing_happens_but_not_before_the_st
 ) -> None:
     monkeypatch.setattr("sparkdl.driver.serving.LOOK_S", 0.001)
     told: list[str] = []
-    look = type(
-        "Look",
-        (Callback,),
-        {
-            "on_start": lambda *_: told.append("start"),
-            "on_tick": lambda *_: told.append("tick"),
-            "on_end": lambda *_: told.append("end"),
-        },
-    )()
+    hooks = {
+        f"on_{when}": lambda *_, when=when: told.append(when) for when in ("start", "tick", "end")
+    }
     job, shards = with_held_out_rows(epochs=20)
-    run_world(job, shards, callbacks=[look])
+    run_world(job, shards, callbacks=[type("Look", (Callback,), hooks)()])
     assert told[0] == "start"
     assert "tick" in told
     assert told[-1] == "end"
@@ -207,9 +194,8 @@ def test_a_method_that_would_never_be_called_is_refused() -> None:
 
 def test_early_stopping_returns_the_best_epochs_model_and_does_so_again(tmp_path: Path) -> None:
     job, shards = with_held_out_rows(epochs=9, optimizer=partial(torch.optim.SGD, lr=2.0))
-    policy = CheckpointPolicy(path=str(tmp_path))
     stopping = EarlyStopping(patience=3, min_delta=0.2)
-    outcome = run_world(job, shards, checkpoints=policy, callbacks=[stopping])
+    outcome = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[stopping])
     losses = [summary.validation_loss or 0.0 for summary in outcome.history]
     best, least = 0, 9.0
     for epoch, loss in enumerate(losses, 1):
@@ -220,7 +206,7 @@ def test_early_stopping_returns_the_best_epochs_model_and_does_so_again(tmp_path
     assert f"(epoch {best}) for 3 epochs" in outcome.stopped
     straight = run_world(replace(job, epochs=best), shards).module
     assert same(outcome.module, straight)
-    again = run_world(job, shards, checkpoints=policy, callbacks=[stopping])
+    again = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[stopping])
     assert len(again.history) == len(losses)
     assert same(again.module, straight)
 
@@ -239,15 +225,14 @@ def test_a_model_checkpoint_trains_to_the_end_and_returns_the_best_epochs_model(
     tmp_path: Path,
 ) -> None:
     job, shards = oscillating(epochs=9)
-    policy = CheckpointPolicy(path=str(tmp_path))
-    outcome = run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    outcome = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[ModelCheckpoint()])
     best = lowest(outcome.history)
     assert len(outcome.history) == 9
     assert 1 < best < 9
     assert same(outcome.module, run_world(replace(job, epochs=best), shards).module)
     written = sorted(tmp_path.glob("checkpoint-*"))
     for callbacks in ([ModelCheckpoint()], []):
-        again = run_world(job, shards, checkpoints=policy, callbacks=callbacks)
+        again = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=callbacks)
         assert same(outcome.module, again.module)
     assert sorted(tmp_path.glob("checkpoint-*")) == written
 
@@ -265,10 +250,9 @@ def test_the_best_model_of_before_a_checkpoint_is_returned_after_it(
     straight = run(job, callbacks=[ModelCheckpoint()])
     best = lowest(straight.history)
     assert best < 9
-    policy = CheckpointPolicy(path=str(tmp_path))
     # The second epoch behind the best one, so that the checkpoint is not of the best one's end.
-    run(replace(job, epochs=best + 1), checkpoints=policy, callbacks=[ModelCheckpoint()])
-    resumed = run(job, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    run(replace(job, epochs=best + 1), checkpoints=policy(tmp_path), callbacks=[ModelCheckpoint()])
+    resumed = run(job, checkpoints=policy(tmp_path), callbacks=[ModelCheckpoint()])
     assert [each.validation_loss for each in resumed.history] == [
         each.validation_loss for each in straight.history
     ]
@@ -288,9 +272,8 @@ def test_a_fit_that_was_ended_within_an_epoch_still_has_the_best_model(tmp_path:
     job, shards = oscillating(epochs=9)
     straight = run_world(job, shards, callbacks=[ModelCheckpoint()])
     assert lowest(straight.history) < 5
-    policy = CheckpointPolicy(path=str(tmp_path))
-    run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint(), Interrupt()])
-    resumed = run_world(job, shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[ModelCheckpoint(), Interrupt()])
+    resumed = run_world(job, shards, checkpoints=policy(tmp_path), callbacks=[ModelCheckpoint()])
     assert len(resumed.history) == 9
     assert same(resumed.module, straight.module)
 
@@ -306,10 +289,10 @@ def test_a_training_goes_on_from_its_last_model_and_states_and_not_from_the_one_
     changes: dict[str, Any], kept: int, tmp_path: Path
 ) -> None:
     job, shards = with_held_out_rows(epochs=4, **changes)
-    policy = CheckpointPolicy(path=str(tmp_path))
-    run_world(job, shards, checkpoints=policy, callbacks=[Diary({kept: Training.keep_model})])
+    keeping = [Diary({kept: Training.keep_model})]
+    run_world(job, shards, checkpoints=policy(tmp_path), callbacks=keeping)
     longer = replace(job, epochs=6)
-    resumed = run_world(longer, shards, checkpoints=policy)
+    resumed = run_world(longer, shards, checkpoints=policy(tmp_path))
     assert same(resumed.module, run_world(longer, shards).module)
 
 
@@ -317,9 +300,10 @@ def test_a_best_epoch_that_nobody_kept_is_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job, shards = oscillating(epochs=4)
-    policy = CheckpointPolicy(path=str(tmp_path))
-    run_world(job, shards, checkpoints=policy)
-    run_world(replace(job, epochs=5), shards, checkpoints=policy, callbacks=[ModelCheckpoint()])
+    run_world(job, shards, checkpoints=policy(tmp_path))
+    run_world(
+        replace(job, epochs=5), shards, checkpoints=policy(tmp_path), callbacks=[ModelCheckpoint()]
+    )
     assert "was the best before the checkpoint, but its model was not kept" in caplog.text
 
 
@@ -329,10 +313,19 @@ def test_a_model_checkpoint_follows_a_loss_that_there_is() -> None:
     summary = EpochSummary(epoch=1, loss=0.0, examples=1, rounds=1, seconds=1.0)
     with pytest.raises(ConfigError, match="epoch 1 has no loss on held-out rows"):
         ModelCheckpoint().on_epoch(Training(1, [summary]), summary)
-    with pytest.raises(ConfigError, match="ModelCheckpoint follows the loss on held-out rows"):
-        run_world(
-            make_job(mlp(), epochs=2), classification(SIZES).shards(), callbacks=[ModelCheckpoint()]
-        )
+
+
+@every(
+    ("callback", "words"),
+    [
+        (ModelCheckpoint(), "ModelCheckpoint follows the loss on held-out rows"),
+        (EarlyStopping(), "validationIndicatorCol"),
+    ],
+)
+def test_without_held_out_rows_nothing_follows_their_loss(callback: Callback, words: str) -> None:
+    job, shards = make_job(mlp(), epochs=2), classification(SIZES).shards()
+    with pytest.raises(ConfigError, match=words):
+        run_world(job, shards, callbacks=[callback])
 
 
 def test_an_improvement_has_to_be_large_enough() -> None:
@@ -355,28 +348,15 @@ def test_an_improvement_has_to_be_large_enough() -> None:
 
 
 @every(
-    "arguments",
+    ("name", "value"),
     [
-        {"metric": ""},
-        {"mode": "largest"},
-        {"mode": "max"},
-        {"patience": 0},
-        {"patience": True},
-        {"min_delta": -1},
-        {"min_delta": float("nan")},
-        {"restore_best": "no"},
+        *(("metric", ""), ("mode", "largest"), ("mode", "max"), ("restore_best", "no")),
+        *(("patience", 0), ("patience", True), ("min_delta", -1), ("min_delta", float("nan"))),
     ],
 )
-def test_early_stopping_refuses_what_makes_no_sense(arguments: dict[str, Any]) -> None:
-    (name,) = arguments
+def test_early_stopping_refuses_what_makes_no_sense(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
-        EarlyStopping(**arguments)
-
-
-def test_early_stopping_needs_the_rows_that_it_follows() -> None:
-    job = make_job(mlp(), epochs=2)
-    with pytest.raises(ConfigError, match="validationIndicatorCol"):
-        run_world(job, classification(SIZES).shards(), callbacks=[EarlyStopping()])
+        EarlyStopping(**{name: value})
 
 
 def test_a_time_budget_ends_the_training_at_a_round() -> None:
@@ -392,13 +372,14 @@ def test_a_time_budget_is_a_time(seconds: Any) -> None:
         TimeBudget(seconds)
 
 
-def test_every_callback_is_told_of_the_end_also_behind_one_that_fails_there() -> None:
-    def fail(*arguments: Any) -> None:
+class Broken(Callback):
+    def on_end(self, training: Training, error: BaseException | None) -> None:
         raise KeyError("disk")
 
-    broken = type("Broken", (Callback,), {"on_end": fail})()
+
+def test_every_callback_is_told_of_the_end_also_behind_one_that_fails_there() -> None:
     diary = Diary()
-    calls = Calls([broken, diary, broken], Training(1))
+    calls = Calls([Broken(), diary, Broken()], Training(1))
     with pytest.raises(CallbackError, match="callback Broken failed in on_end: KeyError"):
         calls.end(None)
     assert diary.lines == [("end", None)]
@@ -407,14 +388,10 @@ def test_every_callback_is_told_of_the_end_also_behind_one_that_fails_there() ->
 def test_what_ended_a_fit_reaches_every_callback_whichever_fails_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail(*arguments: Any) -> None:
-        raise KeyError("disk")
-
-    broken, diary = type("Broken", (Callback,), {"on_end": fail})(), Diary()
-    job, shards = with_held_out_rows(epochs=1)
-    bad = replace(job, loss=lambda outputs, targets: 1 / 0)
+    diary = Diary()
+    job, shards = with_held_out_rows(epochs=1, loss=lambda outputs, targets: 1 / 0)
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
-        run_world(bad, shards, callbacks=[broken, diary])
+        run_world(job, shards, callbacks=[Broken(), diary])
     assert "callback Broken failed in on_end" in caplog.text
     (what, error) = diary.lines[-1]
     assert what == "end"

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sparkdl.averager import Averager
 from sparkdl.averager.run_events import CheckpointSaved
 from sparkdl.callbacks import Callback, TensorBoard, TimeBudget, Training, TrainingReport
 from sparkdl.callbacks.base import QUICK_S, Calls
-from sparkdl.driver import Outcome, as_builder
+from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import (
@@ -210,33 +210,19 @@ def job_of(strategy: Strategy[Any], module: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "often"),
     [
-        (GradientAllReduce(), GradientAllReduce(commit_every=1)),
-        (
-            ParameterAveraging(5, aggregation="executors"),
-            ParameterAveraging(5, aggregation="executors", commit_every=5),
-        ),
-        (
-            ThresholdGradientSharing(period=4, aggregation="executors"),
-            ThresholdGradientSharing(period=4, aggregation="executors", commit_every=4),
-        ),
+        (GradientAllReduce(), 1),
+        (ParameterAveraging(5, aggregation="executors"), 5),
+        (ThresholdGradientSharing(period=4, aggregation="executors"), 4),
         (ElasticAveraging(4, aggregation="executors"), None),
     ],
     ids=["all-reduce", "averaging", "sharing", "elastic"],
 )
 def test_a_time_budget_ends_an_epoch_in_its_middle_with_all_that_was_trained(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    strategy: Strategy[Any],
-    often: Strategy[Any] | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Any, often: int | None
 ) -> None:
     shards = classification(SIZES).shards(rows_a_batch=5000)
-    counts = Counts()
-    outcome = run_world(
-        job_of(strategy, Unhurried(0.02)),
-        shards,
-        ranks_as="processes",
-        callbacks=[TimeBudget(0.1), counts],
-    )
+    run, counts = partial(run_world, shards=shards, ranks_as="processes"), Counts()
+    outcome = run(job_of(strategy, Unhurried(0.02)), callbacks=[TimeBudget(0.1), counts])
     assert outcome.stopped == "its time budget of 0.1 s is used up"
     assert outcome.history == []
     assert counts.rounds == 1
@@ -249,20 +235,13 @@ def test_a_time_budget_ends_an_epoch_in_its_middle_with_all_that_was_trained(
         # The same steps once more, whose last one is known from the start.
         path = tmp_path / "stopped"
         monkeypatch.setattr(Averager, "stop", partialmethod(stopped, path=path))
-        again = run_world(
-            job_of(often, Unhurried(0.0, counts.steps, path)),
-            shards,
-            ranks_as="processes",
-            callbacks=[Counts(counts.steps)],
-        )
+        slow = job_of(replace(strategy, commit_every=often), Unhurried(0.0, counts.steps, path))
+        again = run(slow, callbacks=[Counts(counts.steps)])
         assert all(map(torch.equal, again.module.parameters(), outcome.module.parameters()))
 
 
 def test_a_stop_between_two_rounds_waits_for_the_next_one() -> None:
-    job = replace(
-        make_job(mlp(), strategy=ParameterAveraging(25)), model=as_builder(Unhurried(0.02))
-    )
-    counts = Counts()
+    job, counts = job_of(ParameterAveraging(25), Unhurried(0.02)), Counts()
     shards = classification([2000, 2000]).shards(rows_a_batch=500)
     outcome = run_world(job, shards, callbacks=[counts, StopsAtOnce()])
     assert outcome.stopped == "somebody has pressed the button"

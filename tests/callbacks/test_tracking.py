@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -209,12 +209,9 @@ def test_inside_of_a_run_of_the_users_it_is_that_one(store: Any) -> None:
         mlflow.set_experiment(experiment_id="0")
 
 
-def test_names_that_mlflow_takes_are_left_as_they_are() -> None:
+def test_mlflow_takes_every_name_and_those_that_it_takes_are_left_as_they_are(store: Any) -> None:
     for name in ("a b", "top/1", "x-1.5:_", "x" * 250):
         assert name_of(name) == name
-
-
-def test_mlflow_takes_every_name(store: Any) -> None:
     long = "x" * 260
     given = ["a//b", "../a", "/a", ".", "..", "..a", "a/../b", "b/", "ü@", "'; --", "\n", "", "a@"]
     given += ["a#", "a_", long + "a", long + "b"]
@@ -391,14 +388,9 @@ def test_a_tracking_server_that_dies_costs_only_its_run(
             if summary.epoch == 2:
                 server.die()
 
-    def trained(callbacks: Sequence[Callback]) -> Any:
-        return run_world(
-            make_job(mlp(), epochs=4), classification([16, 16]).shards(), callbacks=callbacks
-        )
-
     uri = f"http://127.0.0.1:{server.server_port}"
-    watched = trained([Kills(), MLflow("x", tracking_uri=uri)])
-    alone = trained([])
+    watched = train([Kills(), MLflow("x", tracking_uri=uri)])
+    alone = train([])
     assert len(watched.history) == 4
     assert all(map(torch.equal, watched.module.parameters(), alone.module.parameters()))
     logged = [body for path, body in server.requests if path == "runs/log-batch"]

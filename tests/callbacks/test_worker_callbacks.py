@@ -40,10 +40,9 @@ class Log(WorkerCallback):
         number, weights = self.before[f"{step.rank}"]
         assert number == step.step
         line = {
-            "epoch": step.epoch,
-            "step": step.step,
-            "of_epoch": step.step_of_epoch,
-            "examples": step.examples,
+            **{
+                name: getattr(step, name) for name in ("epoch", "step", "step_of_epoch", "examples")
+            },
             "loss": None if step.loss is None else float(step.loss),
             "moved": not torch.equal(weights, next(step.model.parameters())),
             "optimizer": type(step.optimizer).__name__,
@@ -58,11 +57,7 @@ def lines(directory: Path, rank: int) -> list[dict[str, Any]]:
 
 @every(
     ("strategy", "a_step"),
-    [
-        (ParameterAveraging(2), 1),
-        (ElasticAveraging(), 1),
-        (GradientAllReduce(accumulate=2), 2),
-    ],
+    [(ParameterAveraging(2), 1), (ElasticAveraging(), 1), (GradientAllReduce(accumulate=2), 2)],
 )
 def test_each_step_is_told_of_with_its_rows_and_its_loss(
     strategy: Any, a_step: int, tmp_path: Path
@@ -82,7 +77,7 @@ def test_each_step_is_told_of_with_its_rows_and_its_loss(
     first = lines(tmp_path, 0)
     steps = -(-11 // (4 * a_step))
     assert [line["step"] for line in first] == list(range(1, EPOCHS * steps + 1))
-    assert [line["of_epoch"] for line in first] == [*range(1, steps + 1)] * EPOCHS
+    assert [line["step_of_epoch"] for line in first] == [*range(1, steps + 1)] * EPOCHS
     assert all(line["moved"] and line["optimizer"] == "SGD" for line in told)
     # In step with the others a worker goes on when its own rows are used up.
     assert any(line["loss"] is None for line in told) == strategy.needs.collective
@@ -107,9 +102,8 @@ def test_what_a_callback_changes_is_part_of_the_training(tmp_path: Path) -> None
         if number == 3:
             optimizer.param_groups[0]["lr"] = 0.1
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(
-            model(torch.from_numpy(x)), torch.from_numpy(y)
-        ).backward()
+        outputs = model(torch.from_numpy(x))
+        torch.nn.functional.cross_entropy(outputs, torch.from_numpy(y)).backward()
         optimizer.step()
     for mine, other in zip(halved.module.parameters(), model.parameters(), strict=True):
         assert torch.allclose(mine, other, rtol=1e-12, atol=0)

@@ -136,10 +136,7 @@ def converse(pieces: Iterable[bytes], staging: int = 64) -> list[Any]:
 
 
 @settings(max_examples=200)
-@given(
-    places=st.sets(st.integers(1, len(MESSAGES) - 1)),
-    staging=st.integers(1, 2 * len(MESSAGES)),
-)
+@given(st.sets(st.integers(1, len(MESSAGES) - 1)), st.integers(1, 2 * len(MESSAGES)))
 @example(places=set(range(len(MESSAGES))), staging=64)
 def test_wherever_the_bytes_are_cut_the_conversation_is_the_same(
     places: set[int], staging: int
@@ -178,16 +175,9 @@ class TestPausing:
 class TestRedirecting:
     """Values whose place is needed are received elsewhere, from any moment on."""
 
-    def test_nothing_of_what_comes_later_is_in_the_first_place(
-        self, subtests: pytest.Subtests
-    ) -> None:
+    @every("before", range(len(values(b"x" * 20)) + 1))
+    def test_nothing_of_what_comes_later_is_in_the_first_place(self, before: int) -> None:
         octets = values(b"x" * 20)
-        for before in range(len(octets) + 1):
-            with subtests.test(before=before):
-                self.redirect_after(octets, before)
-
-    @staticmethod
-    def redirect_after(octets: bytes, before: int) -> None:
         place, elsewhere = bytearray(20), bytearray(64)
         received: list[Any] = []
 

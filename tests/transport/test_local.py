@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,8 @@ def arrivals() -> list[Connection]:
 
 @pytest.fixture
 def port(arrivals: list[Connection]) -> Iterator[Port]:
-    port = Port(HOST, TOKEN, arrivals.append, now=VirtualClock())
-    yield port
-    port.close()
+    with closing(Port(HOST, TOKEN, arrivals.append, now=VirtualClock())) as port:
+        yield port
 
 
 def name_of(host: str, port: int) -> bytes:
@@ -39,21 +39,16 @@ def name_of(host: str, port: int) -> bytes:
     return name
 
 
-def connect(port: int, host: str = HOST, fingerprint: str | None = None) -> Connection:
-    return ServiceAddress(host, port, TOKEN, fingerprint).connect(0, "the port", WAIT_S)
-
-
 def family_of(port: Port, host: str = HOST) -> int:
-    connection = connect(port.number, host, port.fingerprint)
-    connection.close()
-    return connection._socket.family
+    address = ServiceAddress(host, port.number, TOKEN, port.fingerprint)
+    with closing(address.connect(0, "the port", WAIT_S)) as connection:
+        return connection._socket.family
 
 
-def test_a_port_on_this_machine_is_reached_without_tcp(port: Port) -> None:
+def test_a_port_on_this_machine_is_reached_without_tcp_where_there_are_local_names(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert family_of(port) == socket.AF_UNIX
-
-
-def test_without_local_names_tcp_is_used(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "HAS_LOCAL_NAMES", False)
     assert family_of(port) == socket.AF_INET
 
@@ -78,23 +73,14 @@ def test_where_the_kernel_does_not_tell_the_network_tcp_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(local, "_NETWORK", tmp_path / "missing")
-    port = Port(HOST, TOKEN, Connection.close)
-    try:
+    with closing(Port(HOST, TOKEN, Connection.close)) as port:
         assert family_of(port) == socket.AF_INET
-    finally:
-        port.close()
 
 
-def test_a_host_that_is_not_the_one_advertised_is_reached_by_tcp(port: Port) -> None:
-    assert family_of(port, "localhost") == socket.AF_INET
-
-
-def test_a_host_is_the_same_however_it_is_spelled() -> None:
-    port = Port(HOST, TOKEN, Connection.close, advertised_host="LocalHost")
-    try:
-        assert family_of(port, "localhost") == socket.AF_UNIX
-    finally:
-        port.close()
+def test_a_host_that_is_not_the_one_advertised_however_it_is_spelled_is_reached_by_tcp() -> None:
+    for advertised, family in (("LocalHost", socket.AF_UNIX), (HOST, socket.AF_INET)):
+        with closing(Port(HOST, TOKEN, Connection.close, advertised_host=advertised)) as port:
+            assert family_of(port, "localhost") == family
 
 
 def test_who_knows_the_name_but_not_the_token_is_not_let_in(
@@ -113,15 +99,11 @@ def test_who_listens_under_the_name_without_the_token_is_passed_over(
 ) -> None:
     """One of this user's own processes, for others the kernel tells apart."""
     monkeypatch.setattr(local, "listen", lambda *_: None)
-    port = Port(HOST, TOKEN, Connection.close)
-    monkeypatch.undo()
-    monkeypatch.setattr(local, "name_of", lambda *_: b"\0sparkdl-" + TOKEN.encode())
-    impostor = Port(HOST, "guessed", Connection.close)
-    try:
-        assert family_of(port) == socket.AF_INET
-    finally:
-        port.close()
-        impostor.close()
+    with closing(Port(HOST, TOKEN, Connection.close)) as port:
+        monkeypatch.undo()
+        monkeypatch.setattr(local, "name_of", lambda *_: b"\0sparkdl-" + TOKEN.encode())
+        with closing(Port(HOST, "guessed", Connection.close)):
+            assert family_of(port) == socket.AF_INET
 
 
 def test_a_token_that_is_not_the_ports_is_told_as_such(port: Port) -> None:
@@ -130,13 +112,10 @@ def test_a_token_that_is_not_the_ports_is_told_as_such(port: Port) -> None:
 
 
 def test_an_encrypted_port_is_reached_by_no_other_way() -> None:
-    port = Port(HOST, TOKEN, Connection.close, encrypted=True)
-    try:
+    with closing(Port(HOST, TOKEN, Connection.close, encrypted=True)) as port:
         assert family_of(port) == socket.AF_INET
         with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(name_of(HOST, port.number))
-    finally:
-        port.close()
 
 
 def test_the_name_does_not_show_the_token() -> None:

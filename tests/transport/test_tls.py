@@ -34,11 +34,6 @@ LAYOUT = (Segment("parameters", torch.float32, 5),)
 SILENCE_S = 10.0
 
 
-@pytest.fixture(scope="module")
-def certificate() -> Certificate:
-    return Certificate()
-
-
 def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his_own() -> None:
     with open_averager(LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, tls=True) as averager:
         seen: list[bytes] = []
@@ -46,26 +41,23 @@ def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his
         def listen(met: Connection) -> None:
             seen.append(met._receive(1))
 
-        middle = Port("127.0.0.1", averager.address.token, listen, encrypted=True)
-        try:
+        port = Port("127.0.0.1", averager.address.token, listen, encrypted=True)
+        with contextlib.closing(port) as middle:
             address = replace(averager.address, port=middle.number)
             told = rf"rank 0 cannot reach .*SHA-256 {middle.fingerprint}, but .* intercepting"
             with pytest.raises(DisconnectedError, match=told):
                 AveragerClient(address, 0, FULL_PRECISION)
-        finally:
-            middle.close()
     assert seen == []
 
 
 @pytest.mark.parametrize("tls", [True, False], ids=["encrypted", "plain"])
 def test_an_end_that_encrypts_and_one_that_does_not_never_meet(
-    tls: bool, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+    tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "INTRODUCE_S", 0.5)
-    with open_averager(
-        LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, deadline_s=5, tls=tls
-    ) as averager:
-        other = replace(averager.address, fingerprint=None if tls else certificate.fingerprint)
+    ones, options = [torch.ones(5)], {"deadline_s": 5, "tls": tls}
+    with open_averager(LAYOUT, ones, 1, FULL_PRECISION, **options) as averager:
+        other = replace(averager.address, fingerprint=None if tls else Certificate().fingerprint)
         with pytest.raises(DisconnectedError, match="rank 0"):
             AveragerClient(other, 0, FULL_PRECISION, deadline_s=1)
         assert averager.losses == []
