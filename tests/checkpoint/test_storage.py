@@ -51,7 +51,6 @@ def names(path: Path) -> list[str]:
 def test_what_was_published_is_read(tmp_path: Path) -> None:
     save(CheckpointStore(str(tmp_path), keep_last=2), 3)
     saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
-    assert saved is not None
     assert saved.description == {"epoch": 3}
     assert content(saved, "rank-0") == b"weightsrank-0"
     assert saved.contents["rank-0"].size == len(b"weightsrank-0")
@@ -128,7 +127,6 @@ def test_any_damage_to_the_newest_is_noticed_and_the_one_before_is_used(
         victim.unlink()
     caplog.clear()
     saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
-    assert saved is not None
     assert saved.description == {"epoch": 1}
     assert deed == "remove" or "checkpoint-000002.safetensors is damaged" in caplog.text
 

@@ -36,7 +36,6 @@ def test_modules_optimizers_and_plain_values_come_back(tmp_path: Path) -> None:
     save_state(CheckpointStore(path, keep_last=1), values)
 
     state = load_state(path)
-    assert state is not None
     assert (state["epoch"], state["best"]) == (3, [0.5])
     again = nn.Linear(3, 2)
     again.load_state_dict(state["model"])

@@ -28,8 +28,7 @@ class Gathering:
 
     def __call__(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         self.pipe.send(("gather", value))
-        answer: list[dict[str, Any]] = self.pipe.recv()
-        return answer
+        return self.pipe.recv()
 
 
 def _rank(payload: bytes, rank: int, pipe: Any, deadline_s: float) -> None:

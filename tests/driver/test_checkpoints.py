@@ -273,7 +273,6 @@ def test_without_the_worker_states_the_center_is_saved_all_the_same(tmp_path: Pa
         run(job, 2, noting, checkpoints=policy(tmp_path / "c"), on_event=stopping)
     averagers[0].save_center()
     saved = CheckpointStore(str(tmp_path / "c"), keep_last=2).newest()
-    assert saved is not None
     progress = saved.description["progress"]
     # Workers may have gone on while the driver was told.
     assert (progress["epoch"], progress["rounds"]) >= (2, 2)
@@ -368,7 +367,6 @@ def test_a_checkpoint_of_other_workers_than_it_says_is_refused_in_words(tmp_path
     job, data = make_job(mlp(), epochs=2), classification([6, 6])
     run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"))
     saved = CheckpointStore(str(tmp_path / "c"), keep_last=1).newest()
-    assert saved is not None
     saved.description["progress"]["positions"].pop()
     with pytest.raises(CheckpointError, match="progress of 1 workers, but says that there were 2"):
         require_progress(ResumedCheckpoint.of(saved), 2, 2)

@@ -293,7 +293,6 @@ def test_a_checkpoint_that_does_not_say_what_it_is_of_is_refused(tmp_path: Path)
     half(path, job(), classification(SIZES).shards())
     store = CheckpointStore(str(path), keep_last=2)
     newest = store.newest()
-    assert newest is not None
     description = json.loads(json.dumps(newest.description))
     for key in ("loss", "precision"):
         del description["config"][key]

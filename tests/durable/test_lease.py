@@ -215,7 +215,6 @@ def test_whose_lease_was_taken_over_writes_and_deletes_no_more(
         first.prune()
         assert "were not deleted" in caplog.text
     saved = second.newest()
-    assert saved is not None
     assert saved.description == {"epoch": 7}
 
 

@@ -90,8 +90,7 @@ class Frozen(nn.Module):
         self.head = nn.Linear(5, 3).double()
 
     def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.backbone(features))
-        return outputs
+        return self.head(self.backbone(features))
 
 
 class Attending(nn.Module):
@@ -109,8 +108,7 @@ class Attending(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         hidden, _ = self.recurrent(self.encoder(self.embed(features.unsqueeze(-1))))
-        outputs: Tensor = self.head(hidden[:, -1])
-        return outputs
+        return self.head(hidden[:, -1])
 
 
 class Recomputing(Tied):
@@ -118,8 +116,7 @@ class Recomputing(Tied):
 
     def forward(self, features: Tensor) -> Tensor:
         def begin(x: Tensor) -> Tensor:
-            outputs: Tensor = self.blocks[1](self.blocks[0](self.first(x)).tanh())
-            return outputs
+            return self.blocks[1](self.blocks[0](self.first(x)).tanh())
 
         hidden = checkpoint(begin, features, use_reentrant=False)
         outputs: Tensor = self.last(self.back(hidden))
@@ -144,8 +141,7 @@ class OfAllKinds(nn.Module):
         hidden = self.twice(self.twice(hidden).tanh()).flatten(1)
         with torch.no_grad():
             shown = self.left(hidden).mean(1, keepdim=True)
-        outputs: Tensor = self.last(self.left(hidden).tanh() * self.right(hidden) - shown)
-        return outputs
+        return self.last(self.left(hidden).tanh() * self.right(hidden) - shown)
 
 
 @pytest.mark.nightly_variants(every=4)
@@ -299,14 +295,12 @@ class Bag(nn.Module):
     def forward(self, tokens: Tensor, padding_mask: Tensor) -> Tensor:
         real = (~padding_mask)[..., None]
         mean = (self.embedding(tokens) * real).sum(1) / real.sum(1).clamp(min=1)
-        answers: Tensor = self.out(mean)
-        return answers
+        return self.out(mean)
 
     def row(self, tokens: list[int]) -> Tensor:
         """The same of one row, without padding."""
         mean = self.embedding.weight[tokens].mean(0) if tokens else torch.zeros(4).double()
-        answer: Tensor = self.out(mean)
-        return answer
+        return self.out(mean)
 
 
 def rows_of(count: int) -> list[list[int]]:

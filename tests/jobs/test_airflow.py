@@ -25,7 +25,6 @@ INSTALL_S = 900
 def airflow_python(request: pytest.FixtureRequest) -> Path:
     """A Python that has Airflow, made once and kept in pytest's cache."""
     cache = request.config.cache
-    assert cache is not None
     python = Path(cache.mkdir(f"airflow-{AIRFLOW}")) / "bin" / "python"
     if (python.parent / "installed").exists():
         return python

@@ -109,8 +109,7 @@ def test_killed_at_random_moments_and_started_again_it_leaves_one_right_output(
     def complete() -> str:
         """Whose output is there. It is always a whole one: the run's before, or this one's."""
         assert same(contents(folder), calm)
-        found: str = json.loads((folder / output / "_result.json").read_text())["run_id"]
-        return found
+        return json.loads((folder / output / "_result.json").read_text())["run_id"]
 
     killed, runs, is_first = 0, 0, True
     while killed < KILLS:

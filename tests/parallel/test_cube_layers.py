@@ -68,8 +68,7 @@ class Marked(nn.Module):
         self.norm = nn.LayerNorm(8)
 
     def forward(self, words: Tensor) -> Tensor:
-        normal: Tensor = self.norm(self.words(words) + self.places(words[:1] % 6))
-        return normal
+        return self.norm(self.words(words) + self.places(words[:1] % 6))
 
 
 def published_shapes(mesh: Any) -> dict[str, Any]:

@@ -50,8 +50,7 @@ class Transformer(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         hidden = (self.words(words) + self.places(self.order)) * self.scale
-        logits: Tensor = self.head(self.after(self.blocks(hidden)))
-        return logits
+        return self.head(self.after(self.blocks(hidden)))
 
 
 def build() -> Transformer:

@@ -72,15 +72,12 @@ def convolutions() -> nn.Module:
 
 CLASSES = nn.CrossEntropyLoss()
 KINDS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
-    "mlp": (mlp, Batch((torch.randn(3, 256),), torch.tensor([1, 2, 0]), last=False)),
-    "convolutions": (
-        convolutions,
-        Batch((torch.randn(3, 3, 16, 16),), torch.tensor([1, 2, 0]), last=False),
-    ),
-    "transformer": (
-        Transformer,
-        Batch((torch.randint(300, (3, 12)),), torch.randint(300, (3, 12)), last=False),
-    ),
+    kind: (build, Batch((features,), targets, last=False))
+    for kind, build, features, targets in (
+        ("mlp", mlp, torch.randn(3, 256), torch.tensor([1, 2, 0])),
+        ("convolutions", convolutions, torch.randn(3, 3, 16, 16), torch.tensor([1, 2, 0])),
+        ("transformer", Transformer, torch.randint(300, (3, 12)), torch.randint(300, (3, 12))),
+    )
 }
 
 
@@ -94,6 +91,5 @@ def most_allocated(work: Callable[[], Any]) -> int:
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     found = [each["args"] for each in events if each.get("name") == "[memory]"]
-    return (
-        max(e["Total Allocated"] for e in found) - found[0]["Total Allocated"] + found[0]["Bytes"]
-    )
+    before = found[0]["Total Allocated"] - found[0]["Bytes"]
+    return max(each["Total Allocated"] for each in found) - before

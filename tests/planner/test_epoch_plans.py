@@ -45,9 +45,8 @@ def test_two_fits_tell_apart_what_rounds_take_for_bytes_and_what_they_take_anywa
         expected = steps * STEP_S + math.ceil(steps / PERIOD) * round_s(workers)
         predicted = of_two().predict(workers)
         assert predicted.seconds == pytest.approx(expected)
-        assert predicted.parts.passing == pytest.approx(
-            math.ceil(steps / PERIOD) * A_BYTE * 2 * BYTES * workers
-        )
+        passing = math.ceil(steps / PERIOD) * A_BYTE * 2 * BYTES * workers
+        assert predicted.parts.passing == pytest.approx(passing)
 
 
 @every(
@@ -104,9 +103,8 @@ def test_the_fits_own_link_is_taken_out_of_what_they_took() -> None:
         profile(each, exchange_s=round_s(each) + wire * 2 * BYTES * each + 2 * slow.latency)
         for each in (1, 2)
     ]
-    assert Plan(fits).predict(8).parts.fixed == pytest.approx(
-        math.ceil(STEPS / 8 / PERIOD) * (FIXED_S + 2 * slow.latency)
-    )
+    fixed = math.ceil(STEPS / 8 / PERIOD) * (FIXED_S + 2 * slow.latency)
+    assert Plan(fits).predict(8).parts.fixed == pytest.approx(fixed)
     for link in (Link(125e6), Link(1.25e6, 5e-3)):
         moved = Plan(fits, measured_on=slow, link=link).predict(8)
         assert moved.seconds == pytest.approx(of_two(link=link).predict(8).seconds)
@@ -163,13 +161,8 @@ def test_where_no_fit_formed_its_means_nothing_is_predicted() -> None:
 def test_a_fit_in_another_place_tells_what_a_step_takes_there_too() -> None:
     """One with 2 workers in the driver, one with 4 rows more a minibatch among the executors."""
     rows = BATCH + 4
-    other = profile(
-        2,
-        traffic=AMONG,
-        aggregation="executors",
-        batch_size=rows,
-        worker_step_s=(STEP_S * rows / BATCH,) * 2,
-    )
+    step_s = (STEP_S * rows / BATCH,) * 2
+    other = replace(among(2), batch_size=rows, worker_step_s=step_s)
     plan = Plan([profile(2), other], batch_size=2 * BATCH)
     for place in ("driver", "executors"):
         assert plan.predict(1, aggregation=place).parts.computing == pytest.approx(STEPS * STEP_S)
@@ -185,10 +178,7 @@ def test_what_a_ring_takes_beyond_its_wire_is_its_messages_but_for_a_fifth_of_th
         passing = overhead * AMONG.passing(workers) / wire.bandwidth
         return FIXED_S + passing + message * 2 * (workers - 1)
 
-    fits = [
-        profile(each, traffic=AMONG, aggregation="executors", exchange_s=round_s(each))
-        for each in (1, 2)
-    ]
+    fits = [replace(among(each), round_s=round_s(each)) for each in (1, 2)]
     for workers in (1, 2, 4, 8):
         steps = math.ceil(STEPS / workers)
         expected = steps * STEP_S + math.ceil(steps / PERIOD) * round_s(workers)
@@ -200,14 +190,9 @@ def test_what_a_ring_takes_beyond_its_wire_is_its_messages_but_for_a_fifth_of_th
 
 def test_gradients_that_are_sent_while_computing_are_told_by_a_fit_with_one_worker() -> None:
     def fit(workers: int) -> Any:
-        sends = A_BYTE * GRADIENTS.passing(workers)
-        return profile(
-            workers,
-            exchange_s=0.0,
-            traffic=GRADIENTS,
-            aggregation=None,
-            worker_step_s=(STEP_S + sends,) * workers,
-        )
+        taken = (STEP_S + A_BYTE * GRADIENTS.passing(workers),) * workers
+        changes = {"traffic": GRADIENTS, "aggregation": None, "worker_step_s": taken}
+        return profile(workers, exchange_s=0.0, **changes)
 
     plan = Plan([fit(1), fit(2)])
     steps = math.ceil(STEPS / 8)
@@ -314,14 +299,12 @@ def test_the_best_is_what_a_search_over_all_finds() -> None:
     plan = of_both(workers=[20], rows=BATCH * PERIOD * 720_720)
     for alpha in (0.5, 0.8, 0.95):
         best = plan.best(alpha)
-        efficient = [
-            each
+        found = (
+            plan.predict(workers, aggregation=place)
             for workers in range(1, 21)
             for place in ("driver", "executors")
-            for each in [plan.predict(workers, aggregation=place)]
-            if each.efficiency >= alpha
-        ]
-        fastest = min(efficient, key=lambda each: each.seconds)
+        )
+        fastest = min((e for e in found if e.efficiency >= alpha), key=lambda each: each.seconds)
         assert (best.workers, best.aggregation) == (fastest.workers, fastest.aggregation)
 
 
@@ -365,10 +348,8 @@ def test_a_plan_says_where_it_was_measured_what_bounds_it_and_what_would_move_th
 @every(
     ("sent", "place"),
     [
-        (traffic(), "driver"),
-        (AMONG, "executors"),
-        (GRADIENTS, None),
-        (traffic(waits=False, places=()), None),
+        *((traffic(), "driver"), (AMONG, "executors")),
+        *((GRADIENTS, None), (traffic(waits=False, places=()), None)),
     ],
 )
 def test_every_kind_of_plan_can_be_explained(sent: Traffic, place: str | None) -> None:
@@ -414,16 +395,6 @@ def test_no_profile_and_a_strategy_without_a_formula_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one profile"):
         Plan([])
     with pytest.raises(ConfigError, match="no formula for what GossipAveraging"):
-        Plan(
-            [
-                profile(2, exchange_s=0.1).__class__(
-                    **{**vars_of(profile(2)), "traffic": None, "strategy": "GossipAveraging()"}
-                )
-            ]
-        )
+        Plan([replace(profile(2), traffic=None, strategy="GossipAveraging()")])
     with pytest.raises(ConfigError, match="'elsewhere' is none of ParameterAveraging"):
         of_two().predict(2, aggregation="elsewhere")
-
-
-def vars_of(given: Any) -> dict[str, Any]:
-    return {name: getattr(given, name) for name in given.__dataclass_fields__}

@@ -87,9 +87,8 @@ EXAMPLES: dict[int, list[Strategy[Any]]] = {
 
 
 def test_each_row_of_the_page_s_table_is_what_its_strategies_send() -> None:
-    begin = PAGE.read_text().partition(
-        "| | bytes per step | the busiest link is |\n|---|---|---|\n"
-    )[2]
+    head = "| | bytes per step | the busiest link is |\n|---|---|---|\n"
+    begin = PAGE.read_text().partition(head)[2]
     rows = [line.split(" | ") for line in begin.partition("\n\n")[0].splitlines()]
     assert len(EXAMPLES) == len(rows)
     for (_, bytes_a_step, whose), strategies in zip(rows, EXAMPLES.values(), strict=True):
@@ -106,7 +105,6 @@ def test_compressed_gradients_are_smaller_and_small_ones_are_sent_whole() -> Non
     assert of(GradientAllReduce(compression="bf16")).up == P / 2
     assert of(GradientAllReduce(accumulate=4)).period == 4
     tiny = traffic_of(GradientAllReduce(compression=PowerSGD(2)), LAYOUT, [torch.zeros(3, 3)])
-    assert tiny is not None
     assert tiny.up == 36
 
 
@@ -164,7 +162,6 @@ def test_only_plain_averaging_can_be_moved() -> None:
 def test_half_precision_is_summed_among_workers_in_float32() -> None:
     layout = (Segment("parameters", torch.bfloat16, 100), Segment("buffers", torch.int64, 1))
     found = traffic_of(ParameterAveraging(5, aggregation="executors"), layout, [])
-    assert found is not None
     assert (found.up, found.state) == (408, 208)
 
 
@@ -177,7 +174,6 @@ def test_a_strategy_of_ones_own_has_the_bytes_of_its_wire_format() -> None:
     replica = job.replica()
     layout, _ = initial_center(replica, with_optimizer=True)
     found = traffic_of(job.strategy, layout, replica.trainable())
-    assert found is not None
     assert found.up == sum(each.numel * each.dtype.itemsize for each in layout)
 
 
@@ -197,9 +193,8 @@ def recorded(epochs: int, slow: float = 1.0, period: int = 5, rows: int = 40) ->
             report = {"rank": rank, "epoch": epoch, "step": 1, "loss_sum": 0.0, "last": True}
             recording.note(WindowReport(examples=rows, **report))  # type: ignore[arg-type]
         seconds = slow + 1.5 + (9.0 if epoch == 1 else 0.0)
-        recording.note(
-            EpochSummary(epoch=epoch, loss=0.0, examples=2 * rows, rounds=2, seconds=seconds)
-        )
+        told = {"loss": 0.0, "examples": 2 * rows, "rounds": 2, "seconds": seconds}
+        recording.note(EpochSummary(epoch=epoch, **told))
     return recording
 
 
@@ -244,10 +239,8 @@ def test_a_fit_without_an_epoch_or_a_round_has_no_profile() -> None:
 
 def test_a_training_has_the_profile_of_what_it_did() -> None:
     """Four steps of three rows in each of three epochs, a round after two and at the end."""
-    outcome = run_world(
-        make_job(mlp(), strategy=ParameterAveraging(2), batch_size=3, epochs=3),
-        classification([12, 12]).shards(),
-    )
+    job = make_job(mlp(), strategy=ParameterAveraging(2), batch_size=3, epochs=3)
+    outcome = run_world(job, classification([12, 12]).shards())
     found = TrainingSummary(outcome.recording).profile
     assert (found.workers, found.rows, found.batch_size, found.rounds) == (2, 24, 3, 4)
     assert found.model == "Sequential"

@@ -68,9 +68,7 @@ def test_the_best_exchange_is_that_of_trying_all(
         assert one.data + one.model == pytest.approx(sent(g))
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=8),
-)
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=8))
 def test_bubbles_sum_to_the_wait_of_a_queue_of_messages(layers: list[tuple[float, float]]) -> None:
     """Layers from the output on: each is computed, then its message waits for the one before it."""
     now = link_free = 0.0
@@ -152,8 +150,7 @@ class After(nn.Module):
         self.function = function
 
     def forward(self, rows: Tensor) -> Tensor:
-        found: Tensor = self.function(self.layer(rows))
-        return found
+        return self.function(self.layer(rows))
 
 
 def attention(rows: Tensor) -> Tensor:
@@ -189,10 +186,8 @@ def test_fused_operators_count_as_what_they_are_made_of(model: After) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         copy.deepcopy(model).double()(rows.double())  # no LSTM of float64 is fused
     found = balance(model, rows)
-    assert (
-        6 * sum(each.flop - each.backward_flop for each in found.layers)
-        == counter.get_total_flops()
-    )
+    forward = sum(each.flop - each.backward_flop for each in found.layers)
+    assert 6 * forward == counter.get_total_flops()
     assert found.notes == ()
 
 
@@ -257,9 +252,8 @@ def test_the_table_says_what_is_best_and_the_words_who_is_waited_for() -> None:
 
 
 def test_computing_is_measured_here_without_a_given_time() -> None:
-    found = balance(
-        Convolutions(1), KINDS["convolutions"][1], batch_size=4, step_s=None, loss=CLASSES
-    )
+    given = {"batch_size": 4, "step_s": None, "loss": CLASSES}
+    found = balance(Convolutions(1), KINDS["convolutions"][1], **given)
     assert found.compute_s > 0
     assert "cores" in found.explain()
 

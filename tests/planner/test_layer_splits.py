@@ -124,9 +124,8 @@ def test_only_layers_that_can_be_split_are_named_by_a_pattern_that_names_no_othe
 
 def test_a_balance_names_the_setting_in_words_and_counts_what_a_layer_hands_on() -> None:
     model = nn.Sequential(nn.Linear(4, 2048), nn.ReLU(), nn.Linear(2048, 2048))
-    found = layer_balance(
-        model, torch.randn(2, 4), batch_size=4, workers=4, link="1 Gbit/s", step_s=0.001
-    )
+    given = {"batch_size": 4, "workers": 4, "link": "1 Gbit/s", "step_s": 0.001}
+    found = layer_balance(model, torch.randn(2, 4), **given)
     assert [each.output_bytes for each in found.layers] == [4 * 2048] * 2
     assert found.split is not None
     assert f"With hybrid={found.split} it takes" in found.explain()

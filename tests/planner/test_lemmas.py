@@ -28,18 +28,14 @@ def test_one_worker_more_would_be_less_efficient(overhead: float, alpha: float) 
     assert efficiency(most + 1, overhead) < alpha
 
 
-def test_without_an_overhead_nothing_limits_the_workers() -> None:
+def test_without_an_overhead_nothing_limits_the_workers_and_only_one_is_as_efficient_as_one() -> (
+    None
+):
     assert most_workers(0.0, 0.8) == math.inf
-
-
-def test_only_one_worker_is_as_efficient_as_one() -> None:
     assert most_workers(0.3, 1.0) == 1
 
 
-@every(
-    ("bandwidth", "servers"),
-    [(1.25e9, 2), (0.125e9, 16)],
-)
+@every(("bandwidth", "servers"), [(1.25e9, 2), (0.125e9, 16)])
 def test_lemma_2_for_alexnet_on_four_workers(bandwidth: float, servers: int) -> None:
     """244 MB, a step of one second: 10 GbE needs 2 servers or steps a round, 1 GbE needs 16."""
     assert least_period(244e6, 4, bandwidth, 1.0) == servers
@@ -55,23 +51,22 @@ def test_from_the_least_period_on_a_round_takes_no_longer_than_its_steps(
     assert least_period(sent, workers, bandwidth, step_s) == by_counting
 
 
-@every("alpha", [0, -0.1, 1.01, float("nan"), "0.8", True, None])
-def test_what_is_no_efficiency_is_refused(alpha: Any) -> None:
-    with pytest.raises(ConfigError, match="efficiency must be a number > 0 and <= 1"):
-        most_workers(0.1, alpha)
+NO_EFFICIENCIES = [0, -0.1, 1.01, float("nan"), "0.8", True, None]
 
 
 @every(
-    ("lemma", "arguments"),
+    ("lemma", "arguments", "words"),
     [
-        (most_workers, (-0.1, 0.8)),
-        (most_workers, (math.nan, 0.8)),
-        (least_period, (1e6, 4, 0.0, 1.0)),
-        (least_period, (1e6, 4, 1e6, 0.0)),
+        *(
+            (most_workers, (0.1, each), r"efficiency must .* > 0 and <= 1")
+            for each in NO_EFFICIENCIES
+        ),
+        *((most_workers, (each, 0.8), None) for each in (-0.1, math.nan)),
+        *((least_period, (1e6, 4, *each), None) for each in ((0.0, 1.0), (1e6, 0.0))),
     ],
 )
-def test_numbers_that_no_training_has_are_refused(lemma: Any, arguments: Any) -> None:
-    with pytest.raises(ConfigError):
+def test_numbers_that_no_training_has_are_refused(lemma: Any, arguments: Any, words: Any) -> None:
+    with pytest.raises(ConfigError, match=words):
         lemma(*arguments)
 
 
@@ -104,22 +99,15 @@ def test_a_link_is_written_so_that_it_can_be_read_again() -> None:
 @every(
     ("written", "message"),
     [
-        ("0 Gbit/s", "carries nothing"),
-        (0, "carries nothing"),
-        (-1.0, "carries nothing"),
-        (float("nan"), "carries nothing"),
-        (float("inf"), "carries nothing"),
-        ("1e400 B/s", "carries nothing"),
-        ("1 Gbit", "cannot be read: write a link as '1 Gbit/s'"),
-        ("1 gbit/s", "cannot be read"),
-        ("-1 Mbit/s", "cannot be read"),
-        ("1 Gbit/s,", "cannot be read"),
-        ("1 Gbit/s, 5", "cannot be read"),
-        ("", "cannot be read"),
-        (True, "is no link"),
-        (None, "is no link"),
-        (10**400, "is no link"),
-        (["1 Gbit/s"], "is no link"),
+        *(
+            (written, "carries nothing")
+            for written in ("0 Gbit/s", 0, -1.0, float("nan"), float("inf"), "1e400 B/s")
+        ),
+        *(
+            (written, "cannot be read: write a link as '1 Gbit/s'")
+            for written in ("1 Gbit", "1 gbit/s", "-1 Mbit/s", "1 Gbit/s,", "1 Gbit/s, 5", "")
+        ),
+        *((written, "is no link") for written in (True, None, 10**400, ["1 Gbit/s"])),
     ],
 )
 def test_what_carries_nothing_or_cannot_be_read_is_refused(written: Any, message: str) -> None:

@@ -150,44 +150,35 @@ def test_models_of_other_forms_are_measured() -> None:
     assert varied.peak(32) > varied.peak(16) > 4 * 64 * 64
 
 
-def of_mlp(budget: Any) -> int:
-    return step_memory(mlp(), torch.ones(2, 256), optimizer=ADAM).largest_batch(budget)
+EXAMPLE = torch.ones(2, 256)
 
 
 @every(
     "wrong, error, said",
     [
-        (lambda: step_memory(mlp(), torch.randn(2, 5), optimizer=SGD), ModelError, "on 2 rows"),
-        (
-            lambda: step_memory(mlp(), torch.randn(0, 256), optimizer=SGD),
-            ConfigError,
-            "at least on",
-        ),
-        (lambda: step_memory(mlp(), torch.tensor(1.0), optimizer=SGD), ConfigError, "must be a mi"),
-        (lambda: step_memory(mlp(), (), optimizer=SGD), ConfigError, "got nothing"),
-        (lambda: step_memory(mlp(), 5, optimizer=SGD), ConfigError, "got a int"),
-        (
-            lambda: step_memory(mlp(), (torch.ones(2, 256), torch.ones(3, 1)), optimizer=SGD),
-            ConfigError,
-            r"float32 \(2, 256\), float32 \(3, 1\)",
-        ),
-        (lambda: step_memory(mlp, torch.ones(2, 256), optimizer=SGD), ConfigError, "nn.Module"),
-        (
-            lambda: step_memory(nn.ReLU(), torch.ones(2, 256), optimizer=SGD),
-            ModelError,
-            "nothing to",
-        ),
-        (lambda: step_memory(mlp(), torch.ones(2, 256), optimizer=3), ModelError, "not callable"),
-        (lambda: step_memory(Pairs(), torch.ones(2, 4), optimizer=SGD), ModelError, "not linear"),
+        ({"example": torch.randn(2, 5)}, ModelError, "on 2 rows"),
+        ({"example": torch.randn(0, 256)}, ConfigError, "at least on"),
+        ({"example": torch.tensor(1.0)}, ConfigError, "must be a mi"),
+        ({"example": ()}, ConfigError, "got nothing"),
+        ({"example": 5}, ConfigError, "got a int"),
+        ({"example": (EXAMPLE, torch.ones(3, 1))}, ConfigError, r"32 \(2, 256\), float32 \(3, 1\)"),
+        ({"model": mlp}, ConfigError, "nn.Module"),
+        ({"model": nn.ReLU()}, ModelError, "nothing to"),
+        ({"optimizer": 3}, ModelError, "not callable"),
+        ({"model": Pairs(), "example": torch.ones(2, 4)}, ModelError, "not linear"),
         *(
-            (partial(of_mlp, budget), ConfigError, "a step with one row takes")
+            ({"budget": budget}, ConfigError, "a step with one row takes")
             for budget in (0, 1000, 3.5, math.inf, "1 GB")
         ),
     ],
 )
-def test_what_cannot_be_measured_is_said(wrong: Any, error: type[Exception], said: str) -> None:
+def test_what_cannot_be_measured_is_said(
+    wrong: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    given = {"model": mlp(), "example": EXAMPLE, "optimizer": ADAM, "budget": 10**9} | wrong
+    budget = given.pop("budget")
     with pytest.raises(error, match=said):
-        wrong()
+        step_memory(**given).largest_batch(budget)
 
 
 def test_weights_and_several_labels_are_rows_too() -> None:

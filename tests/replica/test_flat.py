@@ -89,8 +89,7 @@ class WritesInForward(nn.Module):
         hidden = self.scaled(self.norm(features))
         with torch.no_grad():
             self.clipped.weight.clamp_(-0.2, 0.2)
-        outputs: Tensor = self.clipped(hidden)
-        return outputs
+        return self.clipped(hidden)
 
 
 @every("name", OPTIMIZERS)
@@ -112,8 +111,6 @@ class Reassigns(nn.Module):
         self.net = mlp()
         self.register_buffer("seen", torch.zeros(1))
         self.register_buffer("mean", torch.zeros(6))
-        self.seen: Tensor
-        self.mean: Tensor
 
     def forward(self, features: Tensor) -> Tensor:
         self.seen = self.seen + len(features)
@@ -149,8 +146,7 @@ class Changes(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         self.change(self)
-        outputs: Tensor = self.net(features)
-        return outputs
+        return self.net(features)
 
 
 @every(
@@ -198,7 +194,6 @@ class KeepsCaches(nn.Module):
         self.register_buffer("mask", None, persistent=False)
         self.register_buffer("dropped", torch.zeros(3), persistent=False)
         self.register_buffer("seen", torch.zeros(()), persistent=False)
-        self.seen: Tensor
 
     def forward(self, features: Tensor) -> Tensor:
         rows = len(self.get_buffer("table")) + 1
@@ -206,8 +201,7 @@ class KeepsCaches(nn.Module):
         self.register_buffer("mask", torch.ones(6, dtype=torch.bool), persistent=False)
         self.register_buffer("dropped", None, persistent=False)
         self.seen = self.seen + 1
-        outputs: Tensor = self.net(features)
-        return outputs
+        return self.net(features)
 
 
 def test_caches_are_left_to_each_replica() -> None:
@@ -237,19 +231,12 @@ class Remembers(nn.Module):
         self.net = mlp()
         for index, name in enumerate(("now", "before", "even", "odd", "one", "other")):
             self.register_buffer(name, torch.full((6,), float(index)))
-        self.now: Tensor
-        self.before: Tensor
-        self.even: Tensor
-        self.odd: Tensor
-        self.one: Tensor
-        self.other: Tensor
 
     def forward(self, features: Tensor) -> Tensor:
         self.before, self.now = self.now, features.mean(dim=0).float()
         self.even, self.odd = self.odd, self.even
         self.one = self.other = features.amax(dim=0).float()
-        outputs: Tensor = self.net(features)
-        return outputs
+        return self.net(features)
 
 
 def test_buffers_may_take_each_others_places_as_in_plain_torch() -> None:
@@ -321,8 +308,7 @@ class Swaps(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         first, second = self.first.weight, self.second.weight
         first.data, second.data = second.data, first.data
-        outputs: Tensor = self.second(self.first(features))
-        return outputs
+        return self.second(self.first(features))
 
 
 def test_parameters_may_take_each_others_places_as_in_plain_torch() -> None:

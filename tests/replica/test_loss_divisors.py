@@ -161,7 +161,6 @@ def test_a_loss_that_wraps_one_of_torchs_is_its_own_and_is_not_changed() -> None
 def test_a_compiled_loss_is_known_as_what_it_compiles_which_stays_as_it_was() -> None:
     loss = nn.CrossEntropyLoss(weight=WEIGHT)
     known = ClassIndexLoss.of(torch.compile(loss))
-    assert known is not None
     assert known.weight is WEIGHT
     found = with_reduction(torch.compile(loss), "none")(net()(FEATURES), LABELS)
     assert found.shape == (ROWS,)

@@ -159,14 +159,12 @@ class Scaled(nn.Module):
         super().__init__()
         self.net, self.kept, self.longest = mlp(), kept, 0
         self.register_buffer("table", torch.zeros(3, 1).double(), persistent=False)
-        self.table: Tensor
 
     def forward(self, features: Tensor) -> Tensor:
         if not self.kept or len(features) > self.longest:
             self.longest = len(features)
             self.table = torch.ones(len(features), 1).double()
-        outputs: Tensor = self.net(features * self.table[: len(features)])
-        return outputs
+        return self.net(features * self.table[: len(features)])
 
 
 def test_a_cache_that_fits_one_replica_only_is_worth_as_much_as_none() -> None:

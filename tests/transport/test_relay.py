@@ -80,7 +80,6 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
 def name_of(port: Port) -> bytes:
     """The port's local name, which any user of the host may read."""
     name = local.name_of(HOST, port.number, TOKEN)
-    assert name is not None
     assert f"@{name[1:].decode()}" in Path("/proc/net/unix").read_text()
     return name
 

@@ -43,8 +43,7 @@ def model_of(module: nn.Module, *shape: int, **params: Any) -> TorchModel:
 
 
 def image(shape: tuple[int, ...] = SHAPE) -> np.ndarray:
-    found: np.ndarray = np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
-    return found
+    return np.random.default_rng(0).integers(1, 255, shape).astype(np.uint8)
 
 
 def expected(array: np.ndarray, module: nn.Module) -> np.ndarray:
@@ -58,8 +57,7 @@ def expected(array: np.ndarray, module: nn.Module) -> np.ndarray:
 
 
 def read(path: Path) -> np.ndarray:
-    found: np.ndarray = zarr.open_array(path, mode="r")[:]
-    return found
+    return zarr.open_array(path, mode="r")[:]
 
 
 @pytest.fixture

@@ -67,8 +67,7 @@ def predicted(
     for bounds in chunks_of(SHAPE, (5, 12, 14)):
         predict_chunk(recipe, bounds, read, target.write, network, "cpu")
     assert {each.dtype for each in taken} == {spec.dtype}
-    found: np.ndarray = target._view.read().result()
-    return found
+    return target._view.read().result()
 
 
 @every(

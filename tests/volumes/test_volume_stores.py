@@ -34,8 +34,7 @@ def stored(path: Path | str, array: np.ndarray, driver: str = "zarr3", **options
 
 
 def values(seed: int = 0, shape: tuple[int, ...] = (2, *SHAPE)) -> np.ndarray:
-    found: np.ndarray = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-    return found
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def everything(volume: Volume) -> Any:

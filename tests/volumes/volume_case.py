@@ -25,8 +25,7 @@ def bump(sizes: Sizes) -> np.ndarray:
         along = [1] * len(sizes)
         along[axis] = n
         exponent += (1 / (1 - u**2)).reshape(along)
-    found: np.ndarray = np.exp(-exponent)
-    return found
+    return np.exp(-exponent)
 
 
 def sliding_window(
@@ -64,8 +63,7 @@ def sliding_window(
         sums[(slice(None), *place)] += mask * outputs
         masks[place] += mask
     inside = tuple(slice(0, n) for n in shape)
-    result: np.ndarray = (sums / masks)[(slice(None), *inside)]
-    return result
+    return (sums / masks)[(slice(None), *inside)]
 
 
 class InMemory:
@@ -138,8 +136,7 @@ class Edges(nn.Module):
         )
 
     def forward(self, patch: Tensor) -> Tensor:
-        outputs: Tensor = self.net(patch)
-        return outputs
+        return self.net(patch)
 
 
 class Named(nn.Module):

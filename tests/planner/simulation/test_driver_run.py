@@ -37,8 +37,6 @@ from sparkdl.strategies import (
 
 LINK = Link(12.5e6)
 LARGE = 4e6
-
-
 STATE = {"parameters": LARGE, "buffers": 0.0, "optimizer": LARGE}
 
 
@@ -236,15 +234,12 @@ def test_a_star_and_a_ring_overtake_each_other_where_their_closed_forms_say(work
     even_s = latency * (workers - 2) / (workers - 1 + 1 / workers)
     for model_s, first in ((0.95 * even_s, "star"), (1.05 * even_s, "ring")):
         octets = model_s * link.bandwidth
-        ways: dict[str, dict[str, Any]] = {
-            "star": {"way": "driver", "up": octets, "down": octets},
-            "ring": {"way": "group", "up": octets},
-        }
+        ways = (
+            Exchange(name="star", way="driver", up=octets, down=octets),
+            Exchange(name="ring", way="group", up=octets),
+        )
         of = cluster(workers=workers, link=link, times=LogNormal(1e-9))
-        seconds = {
-            name: simulate_epoch(Exchange(name=name, **way), of, 10).seconds
-            for name, way in ways.items()
-        }
+        seconds = {way.name: simulate_epoch(way, of, 10).seconds for way in ways}
         assert min(seconds, key=seconds.__getitem__) == first, (model_s, seconds)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,9 @@ from every_row import every
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.array_rounds import array_rounds
-from sparkdl.planner.simulation.cluster import (
-    Cluster,
-    Epoch,
-    LogNormal,
-    fitted,
-)
+from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal, fitted
 from sparkdl.planner.simulation.driver_run import DriverRun
-from sparkdl.planner.simulation.exchanges import (
-    Exchange,
-    around,
-    around_s,
-    exchange_of,
-    short_name,
-)
+from sparkdl.planner.simulation.exchanges import Exchange, around, around_s, exchange_of, short_name
 from sparkdl.strategies import (
     SSP,
     AsynchronousSGD,
@@ -84,17 +72,9 @@ def epoch(exchange: Exchange, steps: int, **given: Any) -> Epoch:
 def test_rounds_of_all_in_the_driver_are_those_that_the_averager_decides_on(
     up: float, down: float, latency: float, overlap: int, fragments: int
 ) -> None:
-    exchange = Exchange(
-        name="x",
-        way="driver",
-        up=up,
-        down=down,
-        period=5,
-        overlap=overlap,
-        fragments=fragments,
-        closing=fragments - 1,
-        final=fragments * down,
-    )
+    way: Any = {"way": "driver", "up": up, "down": down, "overlap": overlap}
+    parts = {"fragments": fragments, "closing": fragments - 1, "final": fragments * down}
+    exchange = Exchange(name="x", period=5, **way, **parts)
     slow = {0: 3.0, 2: 1.7, 5: 1.1}
     of = cluster(workers=7, link=Link(12.5e6, latency), slow=slow)
     windows = exchange.windows(23, 10_000)
@@ -215,28 +195,29 @@ def test_a_strategy_sends(strategy: Strategy[Any], expected: dict[str, object]) 
     assert {name: getattr(found, name) for name in expected} == pytest.approx(expected)
 
 
+UNKNOWN = "is not known: it depends on"
+TREES = r"sums along trees .* not simulated: drop reduction"
+AMONG_TREES = ParameterAveraging(5, aggregation="executors", reduction=ColorTrees())
+
+
 @every(
-    "strategy",
+    "strategy, words",
     [
-        GradientAllReduce(compression=PowerSGD(2)),
-        GradientAllReduce(compression=OneBitAdam(100)),
-        GradientAllReduce(preconditioner=KFACPreconditioner()),
-        GradientAllReduce(hybrid=Hybrid("*")),
-        GradientAllReduce(shard_optimizer=True),
-        OuterOptimizer(period=((1, 1), (3, 16))),
-        ThresholdGradientSharing(sparsity=None),
-        "averaging",
+        (GradientAllReduce(compression=PowerSGD(2)), UNKNOWN),
+        (GradientAllReduce(compression=OneBitAdam(100)), UNKNOWN),
+        (GradientAllReduce(preconditioner=KFACPreconditioner()), UNKNOWN),
+        (GradientAllReduce(hybrid=Hybrid("*")), UNKNOWN),
+        (GradientAllReduce(shard_optimizer=True), UNKNOWN),
+        (OuterOptimizer(period=((1, 1), (3, 16))), UNKNOWN),
+        (ThresholdGradientSharing(sparsity=None), UNKNOWN),
+        ("averaging", "is no strategy, such as"),
+        (GradientAllReduce(reduction=ColorTrees()), TREES),
+        (AMONG_TREES, TREES),
     ],
 )
-def test_what_is_not_known_is_refused_in_words(strategy: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is not known: it depends on|is no strategy, such as"):
+def test_what_is_not_known_or_not_simulated_is_refused_in_words(strategy: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         exchange_of(strategy, STATE, WORKERS)
-
-
-@every("reduced", [GradientAllReduce, partial(ParameterAveraging, 5, aggregation="executors")])
-def test_sums_along_trees_are_refused_in_words(reduced: Any) -> None:
-    with pytest.raises(ConfigError, match=r"sums along trees .* not simulated: drop reduction"):
-        exchange_of(reduced(reduction=ColorTrees()), STATE, WORKERS)
 
 
 @every(
@@ -268,11 +249,8 @@ def test_sums_take_as_long_as_their_messages_one_after_the_other() -> None:
     assert around_s(8e6, link, 4, gathers=True) == pytest.approx(3 * (0.01 + 8.0))
     assert np.prod(around(8e6, 4)) == 12e6
     assert np.prod(around(8e6, 4, gathers=True)) == 24e6
-
-
-@every("gathers", [False, True])
-def test_one_worker_sums_by_itself(gathers: bool) -> None:
-    assert around_s(8e6, Link(1e6, 0.01), 1, gathers=gathers) == 0
+    for gathers in (False, True):  # one worker sums by itself
+        assert around_s(8e6, link, 1, gathers=gathers) == 0
 
 
 def test_a_name_has_what_differs_from_the_defaults() -> None:
@@ -290,10 +268,7 @@ def drawn(times: LogNormal, steps: int = 1, count: int = MANY) -> np.ndarray:
 
 @every(
     "times, variance",
-    [
-        (LogNormal(0.1, 0.4), 0.1**2 * (np.exp(0.4**2) - 1)),
-        (LogNormal(2.0), 0.0),
-    ],
+    [(LogNormal(0.1, 0.4), 0.1**2 * (np.exp(0.4**2) - 1)), (LogNormal(2.0), 0.0)],
 )
 def test_windows_have_the_mean_and_the_variance_of_so_many_independent_steps(
     times: LogNormal, variance: float
@@ -305,12 +280,7 @@ def test_windows_have_the_mean_and_the_variance_of_so_many_independent_steps(
 
 
 @every(
-    "true, steps",
-    [
-        (LogNormal(0.1, 0.3), 1),
-        (LogNormal(0.1, 0.3), 8),
-        (LogNormal(5.0, 1.0), 1),
-    ],
+    "true, steps", [(LogNormal(0.1, 0.3), 1), (LogNormal(0.1, 0.3), 8), (LogNormal(5.0, 1.0), 1)]
 )
 def test_what_was_drawn_is_found_again(true: LogNormal, steps: int) -> None:
     found = fitted(drawn(true, steps, 4000), steps)
