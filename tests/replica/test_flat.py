@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -131,56 +130,40 @@ def test_a_buffer_that_the_model_assigns_anew_is_taken_back_into_the_flat_buffer
 
 
 class Changes(nn.Module):
-    """Does something to its buffers in every forward.
+    """Has another buffer, or part, of some name after every forward."""
 
-    Args:
-        change: what, given the module.
-    """
-
-    def __init__(self, change: Callable[[nn.Module], None]) -> None:
+    def __init__(self, name: str, value: Any) -> None:
         super().__init__()
-        self.net = mlp()
-        self.change = change
+        self.net, self.given = mlp(), [name, value]
         self.register_buffer("table", torch.zeros(2, 6))
         self.register_buffer("twin", self.get_buffer("table"))
 
     def forward(self, features: Tensor) -> Tensor:
-        self.change(self)
+        name, value = self.given
+        if isinstance(value, nn.Module):
+            self.add_module(name, value)
+        else:
+            self.register_buffer(name, value)
         return self.net(features)
 
 
 @every(
-    ("change", "named"),
+    ("name", "value", "was", "found"),
     [
-        (
-            lambda module: module.register_buffer("table", torch.zeros(5, 6)),
-            r"'table' was float32 \(2, 6\) .*, and is float32 \(5, 6\) now",
-        ),
-        (
-            lambda module: module.register_buffer("table", torch.zeros(2, 6).double()),
-            r"'table' was float32 \(2, 6\) .*, and is float64 \(2, 6\) now",
-        ),
-        (lambda module: module.register_buffer("table", None), r"'table' .*, and is missing now"),
-        (
-            lambda module: module.register_buffer("late", torch.zeros(3)),
-            r"'late' was missing .*, and is float32 \(3,\) now",
-        ),
-        (
-            lambda module: setattr(module, "norm", nn.BatchNorm1d(6)),
-            r"'norm.running_mean' was missing .*, and is float32 \(6,\) now",
-        ),
-        (
-            lambda module: module.register_buffer("table", torch.ones(2, 6)),
-            r"'twin' was the same tensor as another buffer .*, and is a tensor of its own now",
-        ),
+        ("table", torch.zeros(5, 6), r"'table' was float32 \(2, 6\)", r"float32 \(5, 6\)"),
+        ("table", torch.zeros(2, 6).double(), r"'table' was float32", r"float64 \(2, 6\)"),
+        ("table", None, "'table'", "missing"),
+        ("late", torch.zeros(3), "'late' was missing", r"float32 \(3,\)"),
+        ("norm", nn.BatchNorm1d(6), "'norm.running_mean' was missing", r"float32 \(6,\)"),
+        ("table", torch.ones(2, 6), "'twin' was the same tensor as another buffer", "a .* own"),
     ],
 )
 def test_a_buffer_that_cannot_be_averaged_any_more_is_named(
-    change: Callable[[nn.Module], None], named: str
+    name: str, value: Any, was: str, found: str
 ) -> None:
-    replica = replica_of(Changes(change))
+    replica = replica_of(Changes(name, value))
     replica.step(batch())
-    with pytest.raises(TrainingError, match=named):
+    with pytest.raises(TrainingError, match=f"{was} .*, and is {found} now"):
         replica.segments(with_optimizer=False)
 
 
@@ -215,11 +198,8 @@ def test_caches_are_left_to_each_replica() -> None:
         segments[0].zero_()
     released = replica.release()
     caches = dict(released.named_buffers())
-    assert {name: tuple(each.shape) for name, each in caches.items()} == {
-        "table": (4, 6),
-        "mask": (6,),
-        "seen": (),
-    }
+    shapes = {name: tuple(each.shape) for name, each in caches.items()}
+    assert shapes == {"table": (4, 6), "mask": (6,), "seen": ()}
     assert caches["seen"] == 3
 
 
@@ -250,24 +230,29 @@ def test_buffers_may_take_each_others_places_as_in_plain_torch() -> None:
         assert segments[1].tolist() == torch.cat(list(expected.values())).tolist()
 
 
-@every("kind", ["buffer", "parameter"])
-def test_a_sparse_tensor_is_refused_by_its_name(kind: str) -> None:
+SPARSE = torch.eye(3).to_sparse()
+
+
+@every(
+    ("value", "words"),
+    [
+        (SPARSE, "the buffer 'codes' has the layout .*sparse_coo"),
+        (nn.Parameter(SPARSE, False), "the parameter 'codes' has the layout .*sparse_coo"),
+        *(
+            (torch.zeros(3).to(dtype), f"the buffer 'codes' is of {dtype}, and torch")
+            for dtype in (torch.float8_e4m3fn, torch.uint16, torch.uint64)
+        ),
+    ],
+)
+def test_a_tensor_that_is_sparse_or_that_torch_cannot_unpickle_is_refused_by_its_name(
+    value: Tensor, words: str
+) -> None:
     module = mlp()
-    adjacency = torch.eye(3).to_sparse()
-    if kind == "buffer":
-        module.register_buffer("adjacency", adjacency)
+    if isinstance(value, nn.Parameter):
+        module.register_parameter("codes", value)
     else:
-        frozen = nn.Parameter(adjacency, requires_grad=False)
-        module.register_parameter("adjacency", frozen)
-    with pytest.raises(ModelError, match=f"the {kind} 'adjacency' has the layout .*sparse_coo"):
-        replica_of(module)
-
-
-@every("dtype", [torch.float8_e4m3fn, torch.uint16, torch.uint64])
-def test_a_tensor_that_torch_cannot_unpickle_is_refused_by_its_name(dtype: torch.dtype) -> None:
-    module = mlp()
-    module.register_buffer("codes", torch.zeros(3).to(dtype))
-    with pytest.raises(ModelError, match=f"the buffer 'codes' is of {dtype}, and torch"):
+        module.register_buffer("codes", value)
+    with pytest.raises(ModelError, match=words):
         replica_of(module)
 
 
@@ -353,12 +338,11 @@ def test_dtypes_travel_in_segments_of_their_own() -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
     module["c"] = nn.Linear(3, 3).half()
     layout = Replica(module, SGD, nn.MSELoss()).layout(with_optimizer=False)
-    assert [(s.dtype, s.numel) for s in layout] == [
-        (torch.float32, 6),
-        (torch.float64, 6),
-        (torch.float16, 12),
+    assert [(s.dtype, s.numel, s.center_dtype) for s in layout] == [
+        (torch.float32, 6, torch.float32),
+        (torch.float64, 6, torch.float64),
+        (torch.float16, 12, torch.float32),
     ]
-    assert [s.center_dtype for s in layout] == [torch.float32, torch.float64, torch.float32]
 
 
 def test_what_is_frozen_after_the_replica_was_built_still_travels() -> None:
@@ -373,8 +357,9 @@ def test_what_is_frozen_after_the_replica_was_built_still_travels() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_on_a_gpu_state_is_flat_on_the_device_and_layouts_agree(name: str) -> None:
-    trained = Replica(batch_norm_net(), OPTIMIZERS[name], nn.CrossEntropyLoss(), "cuda")
-    untrained = Replica(batch_norm_net(), OPTIMIZERS[name], nn.CrossEntropyLoss(), "cuda")
+    trained, untrained = (
+        Replica(batch_norm_net(), OPTIMIZERS[name], nn.CrossEntropyLoss(), "cuda") for _ in range(2)
+    )
     trained.step(batch())
     assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
     assert all(p.is_cuda for p in trained.module.parameters())

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.replica.losses import (
-    ClassIndexLoss,
-    MinibatchLoss,
-    reduction_of,
-    with_reduction,
-)
+from sparkdl.replica.losses import ClassIndexLoss, MinibatchLoss, reduction_of, with_reduction
 
 torch.manual_seed(0)
 ROWS, CLASSES, LENGTH = 12, 4, 3
@@ -49,19 +44,8 @@ class Sequences(nn.Module):
         return self.inner(features).view(-1, CLASSES, LENGTH)
 
 
-class LogProbabilities(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = net()
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.inner(features).log_softmax(1)
-
-
-def sum_and_weight(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    counts = (targets != -100).double()
-    rows = functional.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
-    return (rows * counts).sum(), counts.sum()
+def log_probabilities() -> nn.Module:
+    return nn.Sequential(net(), nn.LogSoftmax(1))
 
 
 def rows_and_weights(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,6 +54,13 @@ def rows_and_weights(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return rows * counts, counts
 
 
+def sum_and_weight(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    rows, counts = rows_and_weights(outputs, targets)
+    return rows.sum(), counts.sum()
+
+
+TWICE = partial(partial(functional.cross_entropy, ignore_index=1), weight=WEIGHT)
+NLL = partial(functional.nll_loss, weight=WEIGHT, ignore_index=2)
 CASES: dict[str, tuple[Any, Any, Tensor, Any]] = {
     "ignored": (net, nn.CrossEntropyLoss(), LABELS, None),
     "class weights": (net, nn.CrossEntropyLoss(weight=WEIGHT), LABELS, None),
@@ -79,24 +70,14 @@ CASES: dict[str, tuple[Any, Any, Tensor, Any]] = {
     "tokens": (Sequences, nn.CrossEntropyLoss(weight=WEIGHT), TOKENS, None),
     "function": (net, functional.cross_entropy, LABELS, None),
     "partial": (net, partial(functional.cross_entropy, weight=WEIGHT), LABELS, None),
-    "partial of a partial": (
-        net,
-        partial(partial(functional.cross_entropy, ignore_index=1), weight=WEIGHT),
-        LABELS.clamp(min=0),
-        None,
-    ),
+    "partial of a partial": (net, TWICE, LABELS.clamp(min=0), None),
     "bound": (net, nn.CrossEntropyLoss(weight=WEIGHT).forward, LABELS, None),
     "called": (net, nn.CrossEntropyLoss(weight=WEIGHT).__call__, LABELS, None),
     "partial of a module": (net, partial(nn.CrossEntropyLoss(weight=WEIGHT)), LABELS, None),
-    "nll": (LogProbabilities, nn.NLLLoss(weight=WEIGHT), LABELS, None),
-    "nll function": (
-        LogProbabilities,
-        partial(functional.nll_loss, weight=WEIGHT, ignore_index=2),
-        LABELS.clamp(min=0),
-        None,
-    ),
+    "nll": (log_probabilities, nn.NLLLoss(weight=WEIGHT), LABELS, None),
+    "nll function": (log_probabilities, NLL, LABELS.clamp(min=0), None),
     "probabilities": (net, nn.CrossEntropyLoss(weight=WEIGHT), SHARES, None),
-    "batchmean": (LogProbabilities, nn.KLDivLoss(reduction="batchmean"), SHARES, None),
+    "batchmean": (log_probabilities, nn.KLDivLoss(reduction="batchmean"), SHARES, None),
     "elements": (net, nn.MSELoss(), SHARES, None),
     "pair": (net, sum_and_weight, LABELS, nn.CrossEntropyLoss()),
 }
@@ -185,9 +166,8 @@ def test_a_row_of_weight_two_counts_like_two_rows(name: str) -> None:
     build, loss, targets, _ = CASES[name]
     weights = torch.tensor([2.0, 0.0, 1.0, 1.0] * 3)
     repeated = torch.repeat_interleave(torch.arange(ROWS), weights.long())
-    found, _ = MinibatchLoss(loss, "counts")(
-        build()(FEATURES), Batch((FEATURES,), targets, True, weights)
-    )
+    batch = Batch((FEATURES,), targets, True, weights)
+    found, _ = MinibatchLoss(loss, "counts")(build()(FEATURES), batch)
     expected = loss(build()(FEATURES[repeated]), targets[repeated])
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 

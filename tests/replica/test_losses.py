@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,17 +53,16 @@ def test_a_loss_without_one_value_a_row_is_refused_with_its_shape(values: Tensor
 def replica(loss: Any = None) -> Replica:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-    return Replica(model, partial(torch.optim.SGD, lr=0.1), loss or nn.CrossEntropyLoss())
+    return Replica(model, SGD, loss or nn.CrossEntropyLoss())
 
 
 @every("weights", [None, WEIGHTS])
 def test_evaluation_sums_the_loss_without_dropout_or_training(weights: Tensor | None) -> None:
     each = replica()
     before = [p.clone() for p in each.module.parameters()]
-    cut = [None if weights is None else weights[i : i + 3] for i in (0, 3)]
     batches = [
-        Batch((LOGITS[i : i + 3],), CLASSES[i : i + 3], False, w)
-        for i, w in zip((0, 3), cut, strict=True)
+        Batch((LOGITS[rows],), CLASSES[rows], False, None if weights is None else weights[rows])
+        for rows in (slice(3), slice(3, 4))
     ]
     total, weight = each.evaluate(batches)
     rows = functional.cross_entropy(each.module[0](LOGITS), CLASSES, reduction="none")
@@ -133,17 +131,15 @@ def refused(loss: Any, outputs: Tensor, targets: Any) -> None:
 @every(
     "loss",
     [
-        functional.mse_loss,
-        functional.l1_loss,
-        functional.huber_loss,
-        functional.smooth_l1_loss,
-        functional.poisson_nll_loss,
-        functional.soft_margin_loss,
-        functional.hinge_embedding_loss,
-        functools.partial(functional.kl_div, reduction="batchmean"),
-        functional.binary_cross_entropy_with_logits,
-        nn.BCEWithLogitsLoss(),
-        nn.MSELoss(),
+        *(
+            functional.mse_loss,
+            functional.l1_loss,
+            functional.huber_loss,
+            functional.smooth_l1_loss,
+        ),
+        *(functional.poisson_nll_loss, functional.soft_margin_loss),
+        *(functional.hinge_embedding_loss, partial(functional.kl_div, reduction="batchmean")),
+        *(functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss(), nn.MSELoss()),
     ],
 )
 def test_elementwise_losses_get_targets_like_the_outputs(loss: Any) -> None:
@@ -191,6 +187,10 @@ def test_rows_that_a_loss_chooses_are_compared_with_their_own_targets_too() -> N
     taken(masked, FLAT, labels)
 
 
+def ranked(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.relu(1 - (outputs - outputs.T) * (targets[:, None] - targets[None, :])).mean()
+
+
 @every(
     ("loss", "outputs", "targets"),
     [
@@ -198,11 +198,7 @@ def test_rows_that_a_loss_chooses_are_compared_with_their_own_targets_too() -> N
         (nn.MSELoss(), WIDE, torch.randn(5, 3)),  # not one number per row
         (own, WIDE, NUMBERS),  # the error is torch's
         (lambda o, t: ((o @ o.T) * (t[:, None] == t[None, :])).mean(), WIDE, WHOLE),  # contrastive
-        (
-            lambda o, t: torch.relu(1 - (o - o.T) * (t[:, None] - t[None, :])).mean(),
-            COLUMN,
-            NUMBERS,
-        ),
+        (ranked, COLUMN, NUMBERS),
         (lambda o, t: ((o @ o.T) * t).mean(), WIDE, NUMBERS),
         (lambda o, t: own(o - torch.tensor([0.1, 0.5, 0.9]), t[:, None]), COLUMN, NUMBERS),
     ],
@@ -215,26 +211,22 @@ def test_targets_stay_as_in_the_column_and_pairs_that_are_meant_are_taken(
 
 def test_of_several_labels_each_is_as_in_its_column() -> None:
     def loss(outputs: Tensor, targets: Any) -> Tensor:
-        return (
-            own(outputs, targets[0])
-            + functional.cross_entropy(WIDE, targets[1])
-            + squeezed(outputs, targets[2])
-        )
+        one, classes, other = targets
+        own_losses = own(outputs, one) + squeezed(outputs, other)
+        return own_losses + functional.cross_entropy(WIDE, classes)
 
     taken(loss, COLUMN, (NUMBERS[:, None], WHOLE, NUMBERS))
     refused(loss, COLUMN, (NUMBERS, WHOLE, NUMBERS))
 
 
 def test_the_rows_tried_with_are_no_width_of_the_outputs() -> None:
-    each = Replica(
-        nn.Linear(3, 11),
-        partial(torch.optim.SGD, lr=0.1),
-        lambda outputs, targets: own(outputs[:, :1] - torch.arange(11.0), targets[:, None]),
-    )
-    made_up = partial(torch.zeros, dtype=torch.float32)
-    require_own_targets_in(
-        each, lambda rows: Batch((made_up(rows, 3),), made_up(rows), True), scores=False
-    )
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return own(outputs[:, :1] - torch.arange(11.0), targets[:, None])
+
+    def made_up(rows: int) -> Batch:
+        return Batch((torch.zeros(rows, 3),), torch.zeros(rows), True)
+
+    require_own_targets_in(Replica(nn.Linear(3, 11), SGD, loss), made_up, scores=False)
 
 
 def across(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -248,24 +240,21 @@ def test_a_rows_loss_that_depends_on_other_rows_is_refused() -> None:
             taken(across, COLUMN, NUMBERS, **wanted)
 
 
-def scores(loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+@every(
+    ("loss", "outputs", "targets"),
+    [
+        # rows as wide as there are rows
+        (lambda o, t: (o - t) ** 2, torch.randn(11, 11), torch.randn(11, 11)),
+        (nn.MSELoss(), torch.randn(9, 1), torch.randn(9)),
+    ],
+)
+def test_rows_are_scored_by_their_own_targets_after_training_elsewhere(
+    loss: Any, outputs: Tensor, targets: Tensor
+) -> None:
     require_own_scores(loss, outputs, targets, len(outputs))
-    return MinibatchLoss(loss).scores(outputs, targets, len(outputs))
-
-
-def test_rows_as_wide_as_there_are_rows_are_scored() -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets) ** 2
-
-    outputs, targets = torch.randn(11, 11), torch.randn(11, 11)
-    found = scores(loss, outputs, targets)
-    torch.testing.assert_close(found, loss(outputs, targets).double().mean(1))
-
-
-def test_rows_are_scored_by_their_own_targets_after_training_elsewhere() -> None:
-    outputs, targets = torch.randn(9, 1), torch.randn(9)
-    found = scores(nn.MSELoss(), outputs, targets)
-    torch.testing.assert_close(found, ((outputs[:, 0] - targets) ** 2).double())
+    found = MinibatchLoss(loss).scores(outputs, targets, len(outputs))
+    squares = (outputs - targets.view_as(outputs)) ** 2
+    torch.testing.assert_close(found, squares.double().mean(1))
 
 
 class Heads(nn.Module):

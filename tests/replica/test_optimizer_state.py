@@ -38,9 +38,13 @@ def test_the_layout_is_the_same_before_training_and_asking_for_it_moves_nothing(
     trained.step(batch(0))
     trained.step(batch(1))
     assert trained.layout(with_optimizer=True) == untrained.layout(with_optimizer=True)
-    torch.testing.assert_close(
-        untrained.module.state_dict(), batch_norm_net().state_dict(), rtol=0, atol=0
-    )
+    assert same_values(untrained.module, batch_norm_net())
+
+
+def same_values(one: nn.Module, other: nn.Module, rtol: float = 0) -> bool:
+    """Raises what differs."""
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=rtol, atol=rtol)
+    return True
 
 
 class PartlyUsed(nn.Module):
@@ -101,9 +105,7 @@ def test_a_parameter_with_a_late_first_gradient_is_trained_as_in_plain_torch(nam
         replica.segments(with_optimizer=True)
         replica.step(batch(seed))
         train_plainly(oracle, optimizer, batch(seed).features[0], batch(seed).targets)
-        torch.testing.assert_close(
-            replica.module.state_dict(), oracle.state_dict(), rtol=1e-12, atol=1e-12
-        )
+        assert same_values(replica.module, oracle, 1e-12)
 
 
 class CountsSteps(torch.optim.SGD):
@@ -148,9 +150,7 @@ def test_state_that_another_replica_has_is_taken_over_with_its_parameter(name: s
     for seed in (1, 2):
         late.step(batch(seed))
         early.step(batch(seed))
-        torch.testing.assert_close(
-            late.module.state_dict(), early.module.state_dict(), rtol=0, atol=0
-        )
+        assert same_values(late.module, early.module)
     assert views_of(state_of(late.optimizer), late.segments(with_optimizer=True))
 
 
@@ -165,9 +165,7 @@ def test_a_new_optimizer_has_nothing_of_the_one_before() -> None:
         replica.segments(with_optimizer=True)
         replica.step(batch(seed))
         fresh.step(batch(seed))
-    torch.testing.assert_close(
-        replica.module.state_dict(), fresh.module.state_dict(), rtol=0, atol=0
-    )
+    assert same_values(replica.module, fresh.module)
 
 
 @every("flatten_first", [True, False])
@@ -195,8 +193,7 @@ def test_an_optimizer_without_its_state_steps_like_a_new_one_where_its_schedule_
     for seed in range(3, 5):
         plain.step(batch(seed))
         optimizer.param_groups[0]["lr"] *= 0.5
-    for mine, other in zip(replica.module.parameters(), oracle.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    assert same_values(replica.module, oracle)
     assert replica.schedule.steps == 5
 
 
@@ -293,13 +290,8 @@ def test_a_replica_on_another_device_has_the_layout_that_the_driver_has(name: st
 
 
 def job_of(strategy: Strategy[Any], name: str) -> Job:
-    return make_job(
-        Scaled(),
-        schema=schema(6, torch.float32),
-        strategy=strategy,
-        optimizer=optimizer(name),
-        epochs=3,
-    )
+    changes: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer(name), "epochs": 3}
+    return make_job(Scaled(), schema=schema(6, torch.float32), **changes)
 
 
 @every(

@@ -45,9 +45,8 @@ def test_training_equals_plain_torch(name: str, flatten_first: bool) -> None:
         features, targets = batch(seed).features[0], batch(seed).targets
         expected = train_plainly(oracle, optimizer, features, targets)
         torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-    torch.testing.assert_close(
-        replica.module.state_dict(), oracle.state_dict(), rtol=1e-9, atol=1e-12
-    )
+    states = replica.module.state_dict(), oracle.state_dict()
+    torch.testing.assert_close(*states, rtol=1e-9, atol=1e-12)
 
 
 @every("fails", [False, True])
@@ -232,14 +231,9 @@ Named = Iterable[tuple[str, nn.Parameter]]
 def adam_of_groups(named_parameters: Named) -> torch.optim.Optimizer:
     """Other hyperparameters for the last layer, which is decayed, in the order of the names."""
     named = sorted(named_parameters)
-    return torch.optim.AdamW(
-        [
-            {"params": [p for name, p in named if name.startswith("0.")], "weight_decay": 0.0},
-            {"params": [p for name, p in named if name.startswith("2.")], "lr": 0.03},
-        ],
-        lr=0.01,
-        weight_decay=0.5,
-    )
+    first, last = ([p for name, p in named if name.startswith(layer)] for layer in ("0.", "2."))
+    groups = [{"params": first, "weight_decay": 0.0}, {"params": last, "lr": 0.03}]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.5)
 
 
 def summing(named_parameters: Named) -> torch.optim.Optimizer:
@@ -278,12 +272,11 @@ def test_the_first_argument_says_whether_names_are_wanted(build: Any, wants: boo
     [
         (ParameterAveraging(1), decayed),
         (GradientAllReduce(), adam_of_groups),
-        (GradientAllReduce(shard_optimizer=True), decayed),
-        (GradientAllReduce(shard_optimizer=True), adam_of_groups),
-        (GradientAllReduce(shard_optimizer=True), summing),
-        (GradientAllReduce(shard_parameters=True), decayed),
-        (GradientAllReduce(shard_parameters=True), adam_of_groups),
-        (GradientAllReduce(shard_parameters=True), summing),
+        *(
+            (GradientAllReduce(**{f"shard_{what}": True}), build)
+            for what in ("optimizer", "parameters")
+            for build in (decayed, adam_of_groups, summing)
+        ),
     ],
     ids=lambda each: getattr(each, "__name__", repr(each)),
 )
@@ -293,10 +286,8 @@ def test_each_group_is_trained_as_in_one_process(strategy: Any, build: Any) -> N
     ranks_as: Any = "processes" if strategy.needs.collective else "threads"
     trained = run_world(job, data.shards(), ranks_as=ranks_as).module
     names = [name for name, _ in mlp().named_parameters()]
-    oracle = sgd_on_union(
-        mlp(), data, lambda values: build(list(zip(names, values, strict=True))), epochs=3
-    )
-    assert relative_error(trained, oracle) < 1e-9
+    named = lambda values: build(list(zip(names, values, strict=True)))  # noqa: E731
+    assert relative_error(trained, sgd_on_union(mlp(), data, named, epochs=3)) < 1e-9
 
 
 def test_names_are_those_of_the_module_and_only_of_what_is_trained() -> None:

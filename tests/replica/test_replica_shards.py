@@ -37,14 +37,11 @@ def test_rows_are_those_of_torchs_chunks(rows: int, count: int) -> None:
 
 
 def parts_of(whole: list[torch.Tensor], cut: list[bool], rank: int, count: int) -> list[Part]:
+    def rows_of(values: torch.Tensor) -> torch.Tensor:
+        return values[slice(*(rows_before(len(values), rank + i, count) for i in (0, 1)))]
+
     return [
-        Part(
-            (values[slice(*(rows_before(len(values), rank + i, count) for i in (0, 1)))]).clone()
-            if is_cut
-            else values.clone(),
-            values.shape,
-            is_cut,
-        )
+        Part((rows_of(values) if is_cut else values).clone(), values.shape, is_cut)
         for values, is_cut in zip(whole, cut, strict=True)
     ]
 
@@ -146,11 +143,9 @@ def test_groups_by_the_size_of_whole_parameters_are_refused() -> None:
 
 def decayed_by_dimensions(named_parameters: Any) -> torch.optim.Optimizer:
     pairs = list(named_parameters)
+    weights, others = ([p for _, p in pairs if (p.ndim > 1) == large] for large in (True, False))
     return torch.optim.AdamW(
-        [
-            {"params": [p for _, p in pairs if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for _, p in pairs if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     )
 
 
