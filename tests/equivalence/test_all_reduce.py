@@ -62,20 +62,17 @@ def test_batch_norm_statistics_are_averaged_by_examples(sizes: list[int]) -> Non
 
     outcome = trained(data, model, GradientAllReduce(), epochs=1)
 
-    means = [
-        np.mean(
-            [features.mean(axis=0) for features, _ in batches_by_hand(data, rank, 1, 4)], axis=0
-        )
-        if size
-        else np.zeros(6)
-        for rank, size in enumerate(sizes)
-    ]
+    of_steps = [[x.mean(axis=0) for x, _ in batches_by_hand(data, rank, 1, 4)] for rank in (0, 1)]
+    means = [np.mean(steps, axis=0) if steps else np.zeros(6) for steps in of_steps]
     expected = np.average(means, axis=0, weights=sizes)
     found = outcome.module.get_buffer("0.running_mean").numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-10)
     counted = outcome.module.get_buffer("0.num_batches_tracked")
     assert counted == 2  # the steps of the first worker with rows
     assert counted.dtype is torch.int64
+
+
+FINDS_UNUSED = GradientAllReduce(find_unused_parameters=True, commit_every=1)
 
 
 class HalfUsed(nn.Module):
@@ -94,14 +91,17 @@ class HalfUsed(nn.Module):
 
 @every(("sizes", "name"), [([9, 6], "momentum"), ([0, 13], "adam")])
 def test_parameters_outside_the_loss_keep_their_values(sizes: list[int], name: str) -> None:
+    module = as_one_process(HalfUsed(), sizes, name)
+    assert torch.equal(module.unused.weight, HalfUsed().unused.weight)
+
+
+def as_one_process(model: nn.Module, sizes: list[int], name: str) -> nn.Module:
+    """What it is trained to, which is what one process would have come to."""
     data = classification(sizes)
-    strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
-
-    outcome = trained(data, HalfUsed(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
-
-    oracle = sgd_on_union(HalfUsed(), data, OPTIMIZERS[name], epochs=2)
+    outcome = trained(data, model, FINDS_UNUSED, optimizer=OPTIMIZERS[name], epochs=2)
+    oracle = sgd_on_union(model, data, OPTIMIZERS[name], epochs=2)
     assert relative_error(outcome.module, oracle) <= 1e-10
-    assert torch.equal(outcome.module.unused.weight, HalfUsed().unused.weight)
+    return outcome.module
 
 
 class UsedLater(HalfUsed):
@@ -117,13 +117,7 @@ class UsedLater(HalfUsed):
 
 @every("name", ["momentum", "adam"])
 def test_a_first_gradient_that_comes_late_is_the_first_to_the_optimizer(name: str) -> None:
-    data = classification([12, 12])
-    strategy = GradientAllReduce(find_unused_parameters=True, commit_every=1)
-
-    outcome = trained(data, UsedLater(), strategy, optimizer=OPTIMIZERS[name], epochs=2)
-
-    oracle = sgd_on_union(UsedLater(), data, OPTIMIZERS[name], epochs=2)
-    assert relative_error(outcome.module, oracle) <= 1e-10
+    as_one_process(UsedLater(), [12, 12], name)
 
 
 class SparseTable(nn.Module):
@@ -248,15 +242,8 @@ def test_whatever_it_is_combined_with_the_training_is_that_of_the_ring(
 def test_rounded_gradients_are_added_up_as_rounded(rounding: Any) -> None:
     """By two workers, whose sums have one order: to the bit."""
     data = classification([12, 12], width=36)
-    ring, trees = (
-        trained(
-            data,
-            cnn(),
-            GradientAllReduce(compression=rounding, reduction=reduction),
-            schema=schema(36),
-        )
-        for reduction in (None, SMALL)
-    )
+    ways = (GradientAllReduce(compression=rounding, reduction=each) for each in (None, SMALL))
+    ring, trees = (trained(data, cnn(), way, schema=schema(36)) for way in ways)
     assert same_bits(trees, ring)
 
 

@@ -81,13 +81,14 @@ def at_the_gate(*values: Any) -> Any:
 
 
 def trained(data: Data, model: Any, strategy: Strategy[Any], **changes: Any) -> Outcome:
+    return of_shards(data.shards(), model, strategy, **changes)
+
+
+def of_shards(shards: Any, model: Any, strategy: Strategy[Any], **changes: Any) -> Outcome:
+    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
+    hosts = ["a", "a", "b"] if strategy in ON_HOSTS else None
     job = make_job(model, strategy=strategy, **changes)
-    return run_world(
-        job,
-        data.shards(),
-        ranks_as="processes" if strategy.needs.collective else "threads",
-        hosts=["a", "a", "b"] if strategy in ON_HOSTS else None,
-    )
+    return run_world(job, shards, ranks_as=ranks_as, hosts=hosts)
 
 
 @pytest.mark.nightly_variants(every=6)
@@ -194,11 +195,7 @@ def test_float32_is_exact_to_its_precision(strategy: Any, sizes: list[int], with
 
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
-    [
-        (ALL_REDUCE, [20, 12]),
-        at_the_gate(SHARDED, [20, 12]),
-        at_the_gate(hybrid(1), [20, 12, 3]),
-    ],
+    [(ALL_REDUCE, [20, 12]), at_the_gate(SHARDED, [20, 12]), at_the_gate(hybrid(1), [20, 12, 3])],
 )
 def test_autocast_to_bfloat16_is_that_of_one_process_on_each_ranks_minibatches(
     strategy: Any, sizes: list[int]
@@ -206,9 +203,8 @@ def test_autocast_to_bfloat16_is_that_of_one_process_on_each_ranks_minibatches(
     """Layers that several workers compute together round other sums."""
     data = classification(sizes, dtype=np.float32)
     columns = schema(6, torch.float32)
-    rounded = trained(
-        data, mlp().float(), strategy, precision="bf16", schema=columns, epochs=3
-    ).module
+    how: Any = {"precision": "bf16", "schema": columns, "epochs": 3}
+    rounded = trained(data, mlp().float(), strategy, **how).module
     exact = sgd_on_union(mlp().float(), data, epochs=3)
     assert 1e-4 < relative_error(rounded, exact) < 5e-2
     if strategy.hybrid is None:
@@ -315,8 +311,7 @@ HELD = ColumnSpec("held", torch.bool)
 
 def weighted_schema(*, held: bool = False) -> FeedSchema:
     weight = ColumnSpec("weight", torch.float32)
-    plain = schema()
-    return FeedSchema(plain.features, plain.label, weight, HELD if held else None)
+    return replace(schema(), weight=weight, validation=HELD if held else None)
 
 
 def shards(data: Data, **more: np.ndarray) -> list[Any]:
@@ -344,9 +339,8 @@ def test_weighted_rows_train_as_in_one_process_whatever_the_weights_unit(
     """By sum_i w_i l_i / n, the mean of all w being 1."""
     data = classification(sizes)
     weights = np.random.default_rng(3).integers(0, 5, sum(sizes)).astype(np.float64) * unit
-    job = make_job(mlp(), schema=weighted_schema(), epochs=3, strategy=strategy)
-    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
-    outcome = run_world(job, shards(data, weight=weights), ranks_as=ranks_as)
+    weighted_shards, columns = shards(data, weight=weights), weighted_schema()
+    outcome = of_shards(weighted_shards, mlp(), strategy, schema=columns, epochs=3)
     scaled, labels = torch.from_numpy(weights / weights.mean()), torch.from_numpy(data.targets)
 
     def weighted(outputs: Tensor, rows: Tensor) -> Tensor:
@@ -375,9 +369,8 @@ def test_the_loss_of_held_out_rows_is_in_the_history_of_every_epoch(
     generator = np.random.default_rng(4)
     weights = generator.integers(1, 5, 35 + last).astype(np.float64)
     held = generator.random(35 + last) < 0.4
-    job = make_job(mlp(), schema=weighted_schema(held=True), epochs=2, strategy=strategy)
-    ranks_as: Any = "processes" if strategy.needs.collective else "threads"
-    outcome = run_world(job, shards(data, weight=weights, held=held), ranks_as=ranks_as)
+    of_all, columns = shards(data, weight=weights, held=held), weighted_schema(held=True)
+    outcome = of_shards(of_all, mlp(), strategy, schema=columns, epochs=2)
 
     assert [epoch.examples for epoch in outcome.history] == [int((~held).sum())] * 2
     assert [epoch.validation_examples for epoch in outcome.history] == [int(held.sum())] * 2
@@ -393,10 +386,7 @@ def test_rows_that_are_held_out_change_nothing_but_the_history() -> None:
     data = classification([14, 8])
     held = np.zeros(22, dtype=bool)
     held[[1, 5, 15, 21]] = True
-    plain = schema()
-    with_held = make_job(
-        mlp(), schema=FeedSchema(plain.features, plain.label, validation=HELD), epochs=2
-    )
+    with_held = make_job(mlp(), schema=replace(schema(), validation=HELD), epochs=2)
     kept = Data(data.features[~held], data.targets[~held], (12, 6))
     first = run_world(with_held, shards(data, held=held))
     second = run_world(make_job(mlp(), epochs=2), kept.shards())
@@ -450,23 +440,15 @@ def test_workers_with_the_recipes_warm_up_train_as_one_process_does(
 ) -> None:
     """From the rate of one worker to that times the workers, over five epochs of four steps."""
     data, epochs, workers = classification(sizes), 7, len(sizes)
-    outcome = run_world(
-        make_job(
-            mlp(),
-            strategy=strategy,
-            optimizer=partial(torch.optim.SGD, lr=workers * BASE, momentum=0.9, nesterov=True),
-            scheduler=partial(LinearLR, start_factor=1 / workers, total_iters=WARM_UP * 4),
-            scheduler_every="step",
-            epochs=epochs,
-        ),
-        data.shards(),
-        ranks_as="processes" if strategy.needs.collective else "threads",
-    )
+    build = partial(torch.optim.SGD, lr=workers * BASE, momentum=0.9, nesterov=True)
+    warm_up = partial(LinearLR, start_factor=1 / workers, total_iters=WARM_UP * 4)
+    by_step = {"scheduler": warm_up, "scheduler_every": "step"}
+    outcome = trained(data, mlp(), strategy, optimizer=build, epochs=epochs, **by_step)
     rates = []
 
     def scheduled(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(parameters, lr=workers * BASE, momentum=0.9, nesterov=True)
-        schedule = LinearLR(optimizer, 1 / workers, total_iters=WARM_UP * 4)
+        optimizer = build(parameters)
+        schedule = warm_up(optimizer)
         optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
         optimizer.register_step_post_hook(lambda *_: schedule.step())
         return optimizer

@@ -19,15 +19,7 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
-from test_union_batch import (
-    ADAM,
-    ALL_REDUCE,
-    RAGGED,
-    SHARDED,
-    at_the_gate,
-    hybrid,
-    trained,
-)
+from test_union_batch import ADAM, ALL_REDUCE, RAGGED, SHARDED, at_the_gate, hybrid, trained
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toys import classification, make_job, relative_error, sgd_on_union
@@ -249,21 +241,16 @@ def test_complex_buffers_become_the_mean_over_rows_and_integers_those_of_the_fir
     ]
     if among == "processes":
         strategies = [GradientAllReduce(), ParameterAveraging(1, aggregation="executors")]
-    rows = np.concatenate([DATA.shard(rank)[0] for rank in range(2)])
+    expected = torch.from_numpy(DATA.features.mean(0) * (1 + 2j))
     for strategy in strategies:
         job = make_job(Seen(), strategy=strategy, epochs=1, batch_size=20, deadline_s=90.0)
         found = run_world(job, DATA.shards(), ranks_as=among).module
-        expected = torch.from_numpy(rows.mean(0) * (1 + 2j))
         torch.testing.assert_close(found.mean, expected)
         assert (int(found.rows), found.many.tolist()) == (20, [True] * 3)
 
 
-def test_their_noise_is_that_of_real_and_imaginary_parts() -> None:
-    values = torch.tensor([3 + 4j, 0, 12j])
-    assert float(norms_of([values])[0]) == pytest.approx(13)
-
-
-def test_one_that_is_not_finite_is_found() -> None:
+def test_noise_of_complex_numbers_is_that_of_both_parts_and_any_not_finite_is_found() -> None:
+    assert float(norms_of([torch.tensor([3 + 4j, 0, 12j])])[0]) == pytest.approx(13)
     assert count_non_finite(torch.tensor([1j, complex(0, math.nan), complex(math.inf, 0)])) == 2
 
 
@@ -309,12 +296,8 @@ def rows_of(count: int) -> list[list[int]]:
 
 
 def shards_of(rows: list[list[int]], workers: int) -> list[list[pa.RecordBatch]]:
-    whole = pa.record_batch(
-        {
-            "tokens": pa.array(rows, pa.list_(pa.int32())),
-            "label": pa.array([row % CLASSES for row in range(len(rows))]),
-        }
-    )
+    labels = [row % CLASSES for row in range(len(rows))]
+    whole = pa.record_batch({"tokens": pa.array(rows, pa.list_(pa.int32())), "label": labels})
     cuts = np.linspace(0, len(rows), workers + 1).astype(int)
     return [
         [whole.slice(start, 5), whole.slice(start + 5, stop - start - 5)]
@@ -323,21 +306,12 @@ def shards_of(rows: list[list[int]], workers: int) -> list[list[pa.RecordBatch]]
 
 
 def job(batch_size: int, epochs: int, **options: Any) -> Any:
-    return make_job(
-        Bag,
-        schema=SCHEMA,
-        optimizer=partial(torch.optim.SGD, lr=LR),
-        strategy=ParameterAveraging(period=1),
-        epochs=epochs,
-        batch_size=batch_size,
-        feed=FeedOptions(**options),
-    )
+    sgd, feed = partial(torch.optim.SGD, lr=LR), FeedOptions(**options)
+    sizes: Any = {"epochs": epochs, "batch_size": batch_size}
+    return make_job(Bag, schema=SCHEMA, optimizer=sgd, feed=feed, **sizes)
 
 
-@every(
-    "options",
-    [{}, {"exchange_rows": True, "reshuffle_every": 1, "group_by_length": True}],
-)
+@every("options", [{}, {"exchange_rows": True, "reshuffle_every": 1, "group_by_length": True}])
 def test_a_step_on_all_rows_is_one_of_gradient_descent(options: dict[str, Any]) -> None:
     rows = rows_of(47)
     outcome = run_world(job(len(rows), 3, **options), shards_of(rows, 3))

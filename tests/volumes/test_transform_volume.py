@@ -21,14 +21,7 @@ from volume_case import Edges, Fails, Named, Shape, sliding_window
 
 from sparkdl import TorchModel
 from sparkdl.durable import lease
-from sparkdl.errors import (
-    ConfigError,
-    DataError,
-    InUseError,
-    ModelError,
-    SetupError,
-    SparkDLError,
-)
+from sparkdl.errors import ConfigError, DataError, InUseError, ModelError, SetupError, SparkDLError
 from sparkdl.volumes import run
 from sparkdl.volumes.grid import Patches
 from sparkdl.volumes.records import alone
@@ -216,10 +209,8 @@ def test_labels_are_the_largest_channel_and_zeros_are_skipped(tmp_path: Path) ->
     array = image()
     array[:8] = 0
     source, module = stored(tmp_path / "in.zarr", array), Edges()
-    target = tmp_path / "labels.zarr"
-    done = model_of(module).transform_volume(
-        source, target, chunk=(4, 24, 28), reduce="argmax", **SIZES
-    )
+    target, how = tmp_path / "labels.zarr", {"chunk": (4, 24, 28), "reduce": "argmax"}
+    done = model_of(module).transform_volume(source, target, **how, **SIZES)
     blended = expected(array[None], module)
     found = read(target)
     assert (found.shape, found.dtype) == (SHAPE, "uint8")
@@ -232,12 +223,8 @@ def test_labels_are_the_largest_channel_and_zeros_are_skipped(tmp_path: Path) ->
 def test_an_output_that_is_smaller_than_its_patch_is_taken_from_the_middle(tmp_path: Path) -> None:
     array = image((2, 40, 50)).astype(np.float32)
     source = stored(tmp_path / "in.n5", array, "n5")
-    model = TorchModel.from_module(
-        Named(),
-        {"raw": torch.zeros(1, 2, 16, 16)},
-        featuresAs="dict",
-        outputCols={"prediction": "inner"},
-    )
+    params: Any = {"featuresAs": "dict", "outputCols": {"prediction": "inner"}}
+    model = TorchModel.from_module(Named(), {"raw": torch.zeros(1, 2, 16, 16)}, **params)
     target = tmp_path / "out.zarr"
     model.transform_volume(source, target, patch=(16, 16), overlap=(6, 8), chunk=(20, 50))
     assert np.abs(read(target) - 2 * array).max() < 1e-3
@@ -318,11 +305,8 @@ def test_arguments_that_do_not_fit_are_refused_before_any_task(
 def test_a_chunk_that_does_not_divide_into_the_outputs_blocks_is_refused(
     tmp_path: Path, source: str
 ) -> None:
-    spec = {
-        "driver": "zarr3",
-        "kvstore": f"file://{tmp_path}/out.zarr",
-        "schema": {"chunk_layout": {"write_chunk": {"shape": [1, 5, 8, 8]}}},
-    }
+    layout = {"chunk_layout": {"write_chunk": {"shape": [1, 5, 8, 8]}}}
+    spec = {"driver": "zarr3", "kvstore": f"file://{tmp_path}/out.zarr", "schema": layout}
     model = model_of(Edges())
     with pytest.raises(ConfigError, match=r"no multiple of the output's blocks of \(5, 8, 8\)"):
         model.transform_volume(source, spec, chunk=(8, 24, 28), **SIZES)
@@ -332,34 +316,22 @@ def test_a_chunk_that_does_not_divide_into_the_outputs_blocks_is_refused(
 
 
 @every(
-    ("name", "array", "params", "text"),
+    ("array", "outputs", "params", "how", "text"),
     [
-        ("of two channels", image((2, *SHAPE)), {}, "has 2 channels and 3 axes"),
-        ("of complex numbers", image().astype(np.complex64), {}, "real numbers"),
-        ("probabilities", image(), {"outputType": "probability"}, "outputType='probability'"),
+        (image((2, *SHAPE)), 3, {}, {}, "has 2 channels and 3 axes"),
+        (image().astype(np.complex64), 3, {}, {}, "real numbers"),
+        (image(), 3, {"outputType": "probability"}, {}, "outputType='probability'"),
+        (image(), 1, {}, {"reduce": "argmax"}, "returns only one"),
     ],
 )
 def test_an_input_or_a_model_that_does_not_fit_is_refused_before_any_task(
-    tmp_path: Path,
-    spark: SparkSession,
-    name: str,
-    array: np.ndarray,
-    params: dict[str, Any],
-    text: str,
+    tmp_path: Path, spark: SparkSession, array: Any, outputs: int, params: Any, how: Any, text: str
 ) -> None:
-    model = model_of(Edges())
+    model = model_of(Edges(outputs=outputs))
     model._set(**params)
     source = stored(tmp_path / "in", array, "zarr")
     with no_jobs(spark), pytest.raises(SparkDLError, match=text):
-        model.transform_volume(source, tmp_path / "out", **SIZES)
-
-
-@pytest.mark.usefixtures("spark")
-def test_argmax_of_one_channel_is_refused(tmp_path: Path, source: str) -> None:
-    with pytest.raises(ConfigError, match="returns only one"):
-        model_of(Edges(outputs=1)).transform_volume(
-            source, tmp_path / "out", reduce="argmax", **SIZES
-        )
+        model.transform_volume(source, tmp_path / "out", **how, **SIZES)
 
 
 def test_without_tensorstore_the_error_says_what_to_install(

@@ -62,8 +62,7 @@ def predicted(
 
     run: Any = SimpleNamespace(outputs=outputs)
     recipe = Recipe(PATCHES, target.blocks, 2, 4, labels=False, skip_zeros=True)
-    model = PatchModel(None, spec, None)  # type: ignore[arg-type]
-    network = partial(model.outputs, run, kept=PATCHES.kept)
+    network = partial(PatchModel(None, spec, None).outputs, run, kept=PATCHES.kept)
     for bounds in chunks_of(SHAPE, (5, 12, 14)):
         predict_chunk(recipe, bounds, read, target.write, network, "cpu")
     assert {each.dtype for each in taken} == {spec.dtype}

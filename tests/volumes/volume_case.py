@@ -38,10 +38,8 @@ def sliding_window(
         patches: sizes.
         function: from (channels, *patch) to (outputs, *kept).
     """
-    shape, kept = (
-        array.shape[1:],
-        [p - 2 * c for p, c in zip(patches.patch, patches.crop, strict=True)],
-    )
+    shape = array.shape[1:]
+    kept = [p - 2 * c for p, c in zip(patches.patch, patches.crop, strict=True)]
     beyond = [(c, c + max(0, k - n)) for c, k, n in zip(patches.crop, kept, shape, strict=True)]
     padded = np.pad(array.astype(np.float64), [(0, 0), *beyond], mode="reflect")
     starts = []
@@ -104,17 +102,8 @@ def predict(
 ) -> np.ndarray:
     """All chunks of an array, in memory; by default of the identity."""
     found = InMemory(np.full((outputs or len(array), *array.shape[1:]), np.nan, np.float32))
-    recipe = Recipe(
-        **{
-            "patches": patches,
-            "blocks": blocks,
-            "outputs": outputs or len(array),
-            "batch": 3,
-            "labels": False,
-            "skip_zeros": True,
-            **changes,
-        }
-    )
+    usual = {"outputs": outputs or len(array), "batch": 3, "labels": False, "skip_zeros": True}
+    recipe = Recipe(patches=patches, blocks=blocks, **{**usual, **changes})
     cut = (slice(None), slice(None), *middle(patches))
     identity = lambda given: torch.from_numpy(given[cut]).float()  # noqa: E731
     read, write = InMemory(array).read, found.write
