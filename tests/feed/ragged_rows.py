@@ -67,8 +67,6 @@ def padded(rows: Sequence[np.ndarray], value: float) -> np.ndarray:
 
 def check(batch: Batch, lengths: Sequence[int]) -> list[int]:
     """Compare a minibatch with what the ids say of it; returns these."""
-    assert isinstance(batch.features, tuple)
-    assert isinstance(batch.targets, torch.Tensor)
     ids = [int(each) for each in batch.targets]
     tokens, events, mask, counts = (each.numpy() for each in batch.features)
     np.testing.assert_array_equal(tokens, padded([tokens_of(i, lengths[i]) for i in ids], PAD))
@@ -84,9 +82,7 @@ def same(first: Sequence[Batch], second: Sequence[Batch]) -> bool:
 
     def flat(batch: Batch) -> list[torch.Tensor]:
         features = batch.features
-        several = features.values() if isinstance(features, dict) else features
-        assert isinstance(batch.targets, torch.Tensor)
-        return [*several, batch.targets]
+        return [*(features.values() if isinstance(features, dict) else features), batch.targets]
 
     return len(first) == len(second) and all(
         a.last == b.last and all(torch.equal(*pair) for pair in zip(flat(a), flat(b), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from every_row import every
 from feeds import VECTOR, as_vector
 from hypothesis import given
 from hypothesis import strategies as st
+from pictures import encoded
 from torch import Tensor
 
 from sparkdl import encodings
@@ -39,41 +39,22 @@ def tensor_of(values: pa.Array, spec: ColumnSpec) -> Tensor:
 
 def test_a_flat_array_takes_a_declared_shape() -> None:
     column = pa.array([[1, 2, 3, 4, 5, 6]] * 2, pa.list_(pa.float32()))
-    assert (
-        tensor_of(column, ColumnSpec("x", torch.float32, (2, 3))).tolist()
-        == [[[1, 2, 3], [4, 5, 6]]] * 2
-    )
-
-
-def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
-    target = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(target, kind)
-    return target.getvalue()
+    found = tensor_of(column, ColumnSpec("x", torch.float32, (2, 3)))
+    assert found.tolist() == [[[1, 2, 3], [4, 5, 6]]] * 2
 
 
 @every(("channels", "mode"), [(1, 0), (3, 16), (4, 24)])
 def test_sparks_images_become_rgb_channels_first(channels: int, mode: int) -> None:
     pixels = np.arange(2 * 3 * 2 * channels, dtype=np.uint8).reshape(2, 3, 2, channels)
-    column = [
-        {
-            "origin": "here",
-            "height": 3,
-            "width": 2,
-            "nChannels": channels,
-            "mode": mode,
-            "data": image.tobytes(),
-        }
-        for image in pixels
-    ]
-    tensor = tensor_of(
-        pa.array(column, IMAGE), ColumnSpec("i", torch.float32, (channels, 3, 2), encodings.PIXELS)
-    )
+    said = {"origin": "here", "height": 3, "width": 2, "nChannels": channels, "mode": mode}
+    column = pa.array([{**said, "data": image.tobytes()} for image in pixels], IMAGE)
+    spec = ColumnSpec("i", torch.float32, (channels, 3, 2), encodings.PIXELS)
+    tensor = tensor_of(column, spec)
     blue_green_red = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[channels]
     assert np.array_equal(tensor.numpy(), pixels[..., blue_green_red].transpose(0, 3, 1, 2))
 
 
-PNG = encoded(np.zeros((2, 2, 3), np.uint8))
-SMALL = encoded(np.zeros((1, 2, 3), np.uint8))
+PNG, SMALL = (encoded(PIL.Image.new("RGB", size), "PNG") for size in ((2, 2), (2, 1)))
 PIXELS = {"origin": "", "height": 2, "width": 2, "nChannels": 3, "mode": 16, "data": b"\0" * 12}
 BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
     "nested arrays": (
@@ -119,9 +100,7 @@ BROKEN: dict[str, tuple[pa.Array, ColumnSpec, list[int], str]] = {
         "width 3",
     ),
     "nested arrays of which an inner one is too long": (
-        pa.array(
-            [[[1, 2], [3, 4]], [[1, 2], [3, 4, 5]], [[1], [2, 3]]], pa.list_(pa.list_(pa.int64()))
-        ),
+        pa.array([[[1, 2], [3, 4]], [[1, 2], [3, 4, 5]], [[1], [2, 3]]]),
         ColumnSpec("x", torch.int64, (2, 2)),
         [1, 2],
         "not an array of shape (2, 2)",
@@ -169,6 +148,8 @@ def test_broken_rows_are_counted_placed_and_explained(name: str) -> None:
 
 NUMBERS = st.none() | st.lists(st.none() | st.floats(width=32), max_size=3)
 SMALL_INTEGERS = st.none() | st.integers(-2, 4)
+INDICES = st.none() | st.lists(SMALL_INTEGERS, max_size=3)
+VECTORS = {"type": SMALL_INTEGERS, "size": SMALL_INTEGERS, "indices": INDICES, "values": NUMBERS}
 SAID: list[tuple[st.SearchStrategy[Any], pa.DataType, list[ColumnSpec]]] = [
     (
         NUMBERS,
@@ -187,15 +168,7 @@ SAID: list[tuple[st.SearchStrategy[Any], pa.DataType, list[ColumnSpec]]] = [
         ],
     ),
     (
-        st.none()
-        | st.fixed_dictionaries(
-            {
-                "type": SMALL_INTEGERS,
-                "size": SMALL_INTEGERS,
-                "indices": st.none() | st.lists(SMALL_INTEGERS, max_size=3),
-                "values": NUMBERS,
-            }
-        ),
+        st.none() | st.fixed_dictionaries(VECTORS),
         VECTOR,
         [ColumnSpec("x", torch.float32, (2,), encodings.VECTOR)],
     ),
@@ -214,10 +187,8 @@ SAID: list[tuple[st.SearchStrategy[Any], pa.DataType, list[ColumnSpec]]] = [
 @given(data=st.data())
 def test_whatever_rows_say_they_are_counted_and_become_tensors_or_are_refused(data: Any) -> None:
     row, kind, specs = data.draw(st.sampled_from(SAID))
-    values, spec = (
-        pa.array(data.draw(st.lists(row, max_size=4)), kind),
-        data.draw(st.sampled_from(specs)),
-    )
+    values, spec = data.draw(st.lists(row, max_size=4)), data.draw(st.sampled_from(specs))
+    values = pa.array(values, kind)
     found = scan(decode(values, spec), spec)
     try:
         (tensor,) = tensors_of([values], [spec])

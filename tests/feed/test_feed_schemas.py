@@ -26,10 +26,7 @@ from sparkdl.feed.feed import Feed
 from sparkdl.feed.schema import FeedSchema, Ragged, picked
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 
-NUMBERS = [
-    *(pa.int8(), pa.int16(), pa.int32(), pa.int64()),
-    *(pa.float32(), pa.float64(), pa.bool_()),
-]
+NUMBERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.bool_()]
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -185,9 +182,8 @@ def test_lengths_found_in_the_data_complete_the_columns_that_had_none() -> None:
     unknown, label = ColumnSpec("c", torch.int64, (UNKNOWN,)), ColumnSpec("y", torch.int64)
     schema = FeedSchema((numbers, known, unknown), label)
     assert schema.of_lengths([None, 3, None, None]) == schema
-    assert schema.of_lengths([None, 3, 5, None]) == FeedSchema(
-        (numbers, known, ColumnSpec("c", torch.int64, (5,))), label
-    )
+    complete = FeedSchema((numbers, known, ColumnSpec("c", torch.int64, (5,))), label)
+    assert schema.of_lengths([None, 3, 5, None]) == complete
 
 
 def test_masks_are_what_torch_and_hugging_face_take() -> None:

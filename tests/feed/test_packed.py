@@ -65,9 +65,8 @@ def test_numbers_that_came_together_are_columns_again(
     data: st.DataObject, rows: int, width: int
 ) -> None:
     value = data.draw(st.sampled_from([st.integers(-9, 9), st.none() | st.integers(-9, 9)]))
-    table = data.draw(
-        st.lists(st.lists(value, min_size=width, max_size=width), min_size=rows, max_size=rows)
-    )
+    row = st.lists(value, min_size=width, max_size=width)
+    table = data.draw(st.lists(row, min_size=rows, max_size=rows))
     names = [f"c{index}" for index in range(width)]
     together = pa.array(table, pa.list_(pa.int32()))
 
@@ -90,15 +89,8 @@ def test_columns_are_back_in_their_order_with_the_rows_order_behind() -> None:
         }
     )
 
-    assert unpacked(batch).to_pydict() == {
-        "c0": [0],
-        "c1": [1],
-        "c2": ["text"],
-        "c3": [3],
-        "c10": [[1.0, 2.0]],
-        "c11": [11],
-        ORDER_COLUMN: [77],
-    }
+    expected = {"c0": [0], "c1": [1], "c2": ["text"], "c3": [3], "c10": [[1.0, 2.0]], "c11": [11]}
+    assert unpacked(batch).to_pydict() == {**expected, ORDER_COLUMN: [77]}
 
 
 @every(

@@ -45,11 +45,7 @@ def read(feed: Feed, batches: Sequence[pa.RecordBatch], epochs: int = 2) -> list
 def test_minibatches_are_those_of_numpy_and_have_every_row_once(
     rows: list[int], size: int, batch_size: int, grouped: bool, drop_last: bool, first_step: int
 ) -> None:
-    options: dict[str, Any] = {
-        "batch_size": batch_size,
-        "group_by_length": grouped,
-        "drop_last": drop_last,
-    }
+    options = {"batch_size": batch_size, "group_by_length": grouped, "drop_last": drop_last}
     with tempfile.TemporaryDirectory() as name:
         with open_feed(Path(name), **options) as feed:
             epochs = read(feed, record_batches(rows, size))

@@ -56,11 +56,8 @@ def test_rows_in_memory_have_no_name_that_could_outlive_a_killed_worker() -> Non
             assert worker.stdout is not None
             assert worker.stdout.readline() == "full\n"
             device = MEMORY.stat().st_dev
-            ours = [
-                found
-                for number in Path(f"/proc/{worker.pid}/fd").iterdir()
-                if (found := os.stat(number)).st_dev == device
-            ]
+            held = (os.stat(number) for number in Path(f"/proc/{worker.pid}/fd").iterdir())
+            ours = [found for found in held if found.st_dev == device]
             # What has neither a name nor a process that holds it open, the kernel gives back.
             assert {(file.st_size >> 20, file.st_nlink) for file in ours} == {(16, 0)}
             inode = ours[0].st_ino
@@ -81,11 +78,9 @@ def test_rows_for_which_there_is_no_room_are_refused_with_numbers(
     monkeypatch.setattr(os, "pwritev", full)
 
     def refused(missing: int) -> Any:
-        return pytest.raises(
-            TrainingError,
-            match=rf"do not fit into {tmp_path} on .*: 4 MiB of them are stored, {missing} bytes "
-            r"could not be written, \d+ MiB are free \(No space left on device\).*storeIn",
-        )
+        told = rf"do not fit into {tmp_path} on .*: 4 MiB of them are stored, {missing} bytes could"
+        told += r" not be written, \d+ MiB are free \(No space left on device\).*storeIn"
+        return pytest.raises(TrainingError, match=told)
 
     store.append([SPEC], [torch.ones(2, 1024)])
     with refused(8192):
@@ -152,13 +147,11 @@ class TestPartitionStore:
             assert len(columns) == len(self.COLUMNS)
             store.close()
 
-    def test_a_store_without_rows_has_no_columns(self, tmp_path: Path) -> None:
+    def test_without_rows_it_has_no_columns_and_a_slice_not_contiguous_is_stored_as_it_reads(
+        self, tmp_path: Path
+    ) -> None:
         store = PartitionStore(tmp_path)
         assert (store.rows, store.take(torch.arange(0))) == (0, [])
-        store.close()
-
-    def test_a_slice_that_is_not_contiguous_is_stored_as_it_reads(self, tmp_path: Path) -> None:
-        store = PartitionStore(tmp_path)
         values = torch.arange(12.0).view(2, 6).t()[::2]
         store.append([ColumnSpec("a", torch.float32, (2,))], [values])
         assert torch.equal(store.take(torch.arange(3))[0], values)
@@ -187,12 +180,8 @@ def test_the_first_readers_may_come_at_once_also_where_the_first_row_is_empty(
         together.wait()
         return store.take(torch.arange(1000))[0]
 
-    with (
-        mock.patch.object(
-            rows_module, "mmap", mock.Mock(mmap=slowly, ACCESS_READ=mmap.ACCESS_READ)
-        ),
-        ThreadPoolExecutor(8) as readers,
-    ):
+    slow = mock.Mock(mmap=slowly, ACCESS_READ=mmap.ACCESS_READ)
+    with mock.patch.object(rows_module, "mmap", slow), ThreadPoolExecutor(8) as readers:
         taken = list(readers.map(read, range(8), timeout=60))
     assert len(mapped) == 1
     assert all(torch.equal(rows.values, tokens) for rows in taken)

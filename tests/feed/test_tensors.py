@@ -7,9 +7,10 @@ import pyarrow as pa
 import pytest
 import torch
 from every_row import every
+from feeds import VECTOR as VECTORS
+from feeds import as_vector
 from ragged_rows import EVENTS
 
-from sparkdl import encodings
 from sparkdl.encodings import IMAGE, NUMBERS, VECTOR, Encoding
 from sparkdl.errors import DataError
 from sparkdl.feed.decode import (
@@ -19,7 +20,6 @@ from sparkdl.feed.decode import (
     to_tensor,
     valid_tensors,
 )
-from sparkdl.feed.schema import Column, Ragged
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
 SCALAR = ColumnSpec("x", torch.float32)
@@ -144,32 +144,17 @@ def test_a_number_that_is_rounded_at_most_is_held(number: float, dtype: torch.dt
     assert torch.equal(tensor, torch.tensor([0, number]).to(dtype))  # type: ignore[arg-type]
 
 
-class TestDecode:
-    """From Arrow's lists to ragged columns, and what is refused."""
+def test_vectors_of_any_size_are_rows() -> None:
+    rows = [
+        as_vector(np.array([1.0, 2.0]), sparse=False),
+        as_vector(np.array([0.0, 0.0, 5.0, 0.0]), sparse=True),
+    ]
+    spec = ColumnSpec("v", torch.float32, (UNKNOWN,), VECTOR, Padding(-1))
+    (column,) = tensors_of([pa.array(rows, VECTORS)], [spec])
+    assert column.padded(-1).tolist() == [[1, 2, -1, -1], [0, 0, 5, 0]]
 
-    def one(self, values: pa.Array, spec: ColumnSpec) -> Column:
-        (column,) = tensors_of([values], [spec])
-        return column
 
-    def test_vectors_of_any_size_are_rows(self) -> None:
-        kind = pa.struct(
-            [
-                ("type", pa.int8()),
-                ("size", pa.int32()),
-                ("indices", pa.list_(pa.int32())),
-                ("values", pa.list_(pa.float64())),
-            ]
-        )
-        rows = [
-            {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
-            {"type": 0, "size": 4, "indices": [2], "values": [5.0]},
-        ]
-        spec = ColumnSpec("v", torch.float32, (UNKNOWN,), encodings.VECTOR, Padding(-1))
-        column = self.one(pa.array(rows, kind), spec)
-        assert isinstance(column, Ragged)
-        assert column.padded(-1).tolist() == [[1, 2, -1, -1], [0, 0, 5, 0]]
-
-    def test_items_of_another_width_are_refused_with_their_row(self) -> None:
-        values = pa.array([[[1.0, 2.0]], [[1.0], [2.0, 3.0]]])
-        with pytest.raises(DataError, match=r"row 1 is not an array of shape \(any length, 2\)"):
-            self.one(values, EVENTS)
+def test_items_of_another_width_are_refused_with_their_row() -> None:
+    values = pa.array([[[1.0, 2.0]], [[1.0], [2.0, 3.0]]])
+    with pytest.raises(DataError, match=r"row 1 is not an array of shape \(any length, 2\)"):
+        tensors_of([values], [EVENTS])
