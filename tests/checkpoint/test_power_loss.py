@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,14 +19,6 @@ from sparkdl.checkpoint.module_files import SavedModule, load_module, write_modu
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.durable.local_files import ASIDE
 from sparkdl.spark.files import fetch, publish
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory where ``fsync`` costs nothing, if this machine has one."""
-    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=place) as directory:
-        yield Path(directory)
 
 
 def save(store: CheckpointStore, epoch: int) -> None:

@@ -28,8 +28,7 @@ def read_days(month: int, first: int, last: int) -> dict[str, pd.DataFrame]:
     }
     return {
         **days,
-        "planes": pd.read_csv(folder / "planes.csv"),
-        "airports": pd.read_csv(folder / "airports.csv"),
+        **{name: pd.read_csv(folder / f"{name}.csv") for name in ("planes", "airports")},
     }
 
 
@@ -41,14 +40,11 @@ def spark_features(spark: SparkSession, tables: dict[str, pd.DataFrame]) -> pd.D
         "planes": data.PLANE_COLUMNS,
         "airports": data.AIRPORT_COLUMNS,
     }
-    frames = {
-        name: spark.createDataFrame(
-            pa.Table.from_pandas(
-                tables[name][list(types)], schema=pa.schema(types), preserve_index=False
-            )
-        )
-        for name, types in columns.items()
-    }
+    frames = {}
+    for name, types in columns.items():
+        known = {"schema": pa.schema(types), "preserve_index": False}
+        table = pa.Table.from_pandas(tables[name][list(types)], **known)
+        frames[name] = spark.createDataFrame(table)
     rows = build_features(data.FlightTables(**frames)).toArrow()
     known = np.array(rows["known"].to_pylist(), dtype=float)
     named = pd.DataFrame(known, columns=[feature.name for feature in FEATURES])
@@ -104,37 +100,31 @@ def make_table(path: Path) -> dict[str, Any]:
     return columns
 
 
+FEATURE = "pyspark.ml.feature"
+LOGISTIC = "pyspark.ml.classification.LogisticRegression"
+EVALUATOR = "pyspark.ml.evaluation.MulticlassClassificationEvaluator"
+
+
+def made(kind: str, /, **arguments: Any) -> dict[str, Any]:
+    """What builds an object of a class."""
+    return {"class_path": kind, "init_args": arguments}
+
+
 def configuration(folder: Path, **estimator: Any) -> dict[str, Any]:
     """The configuration: text to indices, indices to vectors, and a linear network."""
-    features = "pyspark.ml.feature"
     return {
         "session": {"master": "local[2]", "conf": {"spark.ui.enabled": "false"}},
-        "source": {
-            "class_path": "sparkdl.jobs.Files",
-            "init_args": {"path": str(folder / "table")},
-        },
+        "source": made("sparkdl.jobs.Files", path=str(folder / "table")),
         "rows": {"train": "part = 'train'", "test": "part = 'test'"},
         "stages": [
-            {
-                "class_path": f"{features}.StringIndexer",
-                "init_args": {"inputCol": "color", "outputCol": "index"},
-            },
-            {
-                "class_path": f"{features}.OneHotEncoder",
-                "init_args": {"inputCol": "index", "outputCol": "one_hot"},
-            },
-            {
-                "class_path": f"{features}.VectorAssembler",
-                "init_args": {"inputCols": ["x", "one_hot"], "outputCol": "features"},
-            },
+            made(f"{FEATURE}.StringIndexer", inputCol="color", outputCol="index"),
+            made(f"{FEATURE}.OneHotEncoder", inputCol="index", outputCol="one_hot"),
+            made(f"{FEATURE}.VectorAssembler", inputCols=["x", "one_hot"], outputCol="features"),
         ],
         "estimator": {
-            "model": {
-                "class_path": "torch.nn.Linear",
-                "init_args": {"in_features": 3, "out_features": 2},
-            },
+            "model": made("torch.nn.Linear", in_features=3, out_features=2),
             "loss": "torch.nn.functional.cross_entropy",
-            "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1}},
+            "optimizer": made("torch.optim.Adam", lr=0.1),
             "batchSize": 32,
             "epochs": 6,
             "numWorkers": 2,
@@ -142,21 +132,9 @@ def configuration(folder: Path, **estimator: Any) -> dict[str, Any]:
             "progress": False,
             **estimator,
         },
-        "baselines": {
-            "constant": {
-                "class_path": "pyspark.ml.classification.LogisticRegression",
-                "init_args": {"featuresCol": "nothing", "maxIter": 1},
-            }
-        },
-        "evaluators": {
-            "accuracy": {
-                "class_path": "pyspark.ml.evaluation.MulticlassClassificationEvaluator",
-                "init_args": {"metricName": "accuracy"},
-            }
-        },
-        "model": str(folder / "model"),
-        "evaluation": str(folder / "evaluation"),
-        "predictions": str(folder / "predictions"),
+        "baselines": {"constant": made(LOGISTIC, featuresCol="nothing", maxIter=1)},
+        "evaluators": {"accuracy": made(EVALUATOR, metricName="accuracy")},
+        **{name: str(folder / name) for name in ("model", "evaluation", "predictions")},
         "write": {"columns": ["id", "color", "prediction"], "partition_by": ["color"]},
     }
 

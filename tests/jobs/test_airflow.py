@@ -47,24 +47,16 @@ def airflow_python(request: pytest.FixtureRequest) -> Path:
 def test_airflow_loads_the_pipeline_and_its_tasks_end_as_the_jobs_do(
     airflow_python: Path, tmp_path: Path
 ) -> None:
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        "AIRFLOW_HOME": str(tmp_path / "home"),
-        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-    }
-    (tmp_path / "scratch").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"AIRFLOW_HOME": f"{tmp_path}/home", "AIRFLOW__CORE__LOAD_EXAMPLES": "False"}
+    (scratch := tmp_path / "scratch").mkdir()
+    checks, dags = Path(__file__).with_name("airflow_checks.py"), ROOT / "deploy" / "airflow"
     done = subprocess.run(
-        [
-            airflow_python,
-            Path(__file__).with_name("airflow_checks.py"),
-            ROOT / "deploy" / "airflow",
-            tmp_path / "scratch",
-        ],
+        [airflow_python, checks, dags, scratch],
         env=environment,
         capture_output=True,
         text=True,
         timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

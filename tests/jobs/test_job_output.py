@@ -11,8 +11,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,14 +26,6 @@ from sparkdl.errors import CheckpointError, ConfigError, InUseError
 from sparkdl.jobs.output import MARKER, MOVING, Location, Output, Run
 
 NAMES = ("module.json", "metadata/part-00000", "part-1")
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory where ``fsync`` costs nothing, if this machine has one."""
-    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=place) as directory:
-        yield Path(directory)
 
 
 @pytest.fixture(autouse=True)

@@ -101,11 +101,8 @@ def test_hadoops_file_systems_publish_with_renames_or_a_marker(
     monkeypatch.setattr(lease, "EXPIRES_S", 0.1)
     files, root = open_hadoop(f"file://{tmp_path}/a/out")
     place = Location(files=files, path=root, renames=renames)
-    made = [
-        make_output(place, Run(job="train", run_id=run_id, configuration_sha256="c"))
-        for run_id in ("a", "b", "b")
-    ]
-    assert made == [True, True, False]
+    runs = (Run(job="train", run_id=run_id, configuration_sha256="c") for run_id in "abb")
+    assert [make_output(place, run) for run in runs] == [True, True, False]
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["out"]
     assert json.loads((tmp_path / "a" / "out" / "_result.json").read_text())["run_id"] == "b"
     assert (tmp_path / "a" / "out" / "deep" / "file").read_text() == "b"
@@ -131,12 +128,8 @@ def make_output(place: Location, run: Run) -> bool:
 @every(
     ("error", "code"),
     [
-        (DataError("x"), 3),
-        (ModelError("x"), 4),
-        (SetupError("x"), 5),
-        (WorkerLostError("x"), 6),
-        (OSError("x"), 7),
-        (ZeroDivisionError("x"), 1),
+        *((DataError("x"), 3), (ModelError("x"), 4), (SetupError("x"), 5)),
+        *((WorkerLostError("x"), 6), (OSError("x"), 7), (ZeroDivisionError("x"), 1)),
         (SystemExit(143), 143),
     ],
 )
@@ -216,8 +209,7 @@ def test_nothing_that_a_job_says_or_writes_shows_credentials(
         for text in (
             said.out,
             said.err,
-            result.read_text(),
-            (tmp_path / form / MARKER).read_text(),
+            *(f.read_text() for f in (result, tmp_path / form / MARKER)),
         ):
             assert "SECRET" not in text
         assert "saved in s3a://***@bucket/out;" in said.out or form == "json"
@@ -255,12 +247,8 @@ def test_last_words_that_nobody_reads_do_not_change_the_exit_code(
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as nobody:
-        done = subprocess.run(
-            [sys.executable, "-c", DONE_ALREADY, config],
-            stdout=nobody,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", DONE_ALREADY, config]
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
     for words in ("0 as text", "0 as json", "it was to get: done", 'get: {\\"status\\": '):
         assert words in done.stderr
@@ -270,12 +258,13 @@ LARGER = {"AUC": True, "log-loss": False}
 
 
 def scores(auc: float, log_loss: float) -> str:
-    three = [
-        Score(name="constant", metrics={"AUC": 0.5, "log-loss": 0.7}, seconds=1.0),
-        Score(name="baseline", metrics={"AUC": 0.7, "log-loss": 0.5}, seconds=1.0),
-        Score(name="network", metrics={"AUC": auc, "log-loss": log_loss}, seconds=2.0),
-    ]
-    return format_scores(three, LARGER)
+    known = {"constant": (0.5, 0.7), "baseline": (0.7, 0.5)}
+    of_all = [score(name, *metrics) for name, metrics in known.items()]
+    return format_scores([*of_all, score("network", auc, log_loss)], LARGER)
+
+
+def score(name: str, auc: float, log_loss: float) -> Score:
+    return Score(name=name, metrics={"AUC": auc, "log-loss": log_loss}, seconds=2.0)
 
 
 def test_the_table_says_when_the_network_does_not_win() -> None:
@@ -283,6 +272,7 @@ def test_the_table_says_when_the_network_does_not_win() -> None:
     assert "beats every baseline on AUC, but not on log-loss." in scores(0.71, 0.5)
     assert "beats every baseline on log-loss, but not on AUC." in scores(0.7, 0.49)
     assert "does not beat the best baseline on AUC or log-loss." in scores(0.69, 0.51)
+    assert "beat" not in format_scores([score("network", 0.7, 0.5)], LARGER)
 
 
 def test_columns_are_as_wide_as_their_names() -> None:
@@ -290,11 +280,6 @@ def test_columns_are_as_wide_as_their_names() -> None:
     assert lines[0].split() == ["model", "AUC", "log-loss", "seconds"]
     assert len({len(line) for line in lines[:4]}) == 1
     assert lines[3].split() == ["network", "0.7100", "0.4900", "2.0"]
-
-
-def test_without_baselines_there_is_nothing_to_say() -> None:
-    only = Score(name="network", metrics={"AUC": 0.7, "log-loss": 0.5}, seconds=1.0)
-    assert "beat" not in format_scores([only], LARGER)
 
 
 PROJECT = Path(__file__).parents[2]
@@ -308,29 +293,16 @@ def test_spark_submit_runs_the_training_job(tmp_path: Path) -> None:
     said["baselines"] = {}
     said["session"] = {}
     config = write_configuration(tmp_path, said)
-    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
-    conf = ["spark.ui.enabled=false", "spark.executor.memory=1024m"]
+    submit = [Path(pyspark.__file__).parent / "bin" / "spark-submit"]
+    submit += ["--master", "local-cluster[2,1,1024]", "--conf", "spark.ui.enabled=false"]
+    submit += ["--conf", "spark.executor.memory=1024m", PROJECT / "jobs" / "train.py"]
+    path = os.pathsep.join([str(PROJECT), *sys.path])
     done = subprocess.run(
-        [
-            str(submit),
-            "--master",
-            "local-cluster[2,1,1024]",
-            *(word for each in conf for word in ("--conf", each)),
-            str(PROJECT / "jobs" / "train.py"),
-            "--config",
-            config,
-            "--run_id",
-            "1",
-        ],
-        env=os.environ
-        | {
-            "PYSPARK_PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join([str(PROJECT), *sys.path]),
-        },
+        [*submit, "--config", config, "--run_id", "1"],
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "model" / "_result.json").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from every_row import every
@@ -40,10 +41,8 @@ def test_json_has_the_same_for_programs(
     options = ["--workers", "1", "4", "--rows", "1000000", "--json", "--max_period", "20"]
     assert main(["--summary", *files, *options]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert [each["workers"] for each in printed["table"]] == [
-        1,
-        4,
-    ]  # in the driver, where both fits were
+    # in the driver, where both fits were
+    assert [each["workers"] for each in printed["table"]] == [1, 4]
     assert printed["best"]["params"]["numWorkers"] in (1, 2, 3, 4)
 
 
@@ -57,11 +56,7 @@ def test_json_has_the_same_for_programs(
     ],
 )
 def test_what_cannot_be_done_is_an_exit_code_and_a_message(
-    files: list[str],
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    message: str,
+    files: list[str], capsys: Any, arguments: list[str], code: int, message: str
 ) -> None:
     assert main(["--summary", *files, *arguments]) == code
     assert message in capsys.readouterr().err

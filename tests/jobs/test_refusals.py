@@ -259,7 +259,7 @@ def test_a_wrong_command_line_is_told_without_the_values(
         (["--source.init_args.pth", "S3CR3T"], "takes no argument 'pth'; did you mean 'path'?"),
         (
             ["--config", "https://K:S3CR3T@host/file.yaml"],
-            "https://***@host/file.yaml cannot be read",
+            "https://***@host/file.yaml cannot be re",
         ),
     ]
     config = ["--config", written(tmp_path, job())]
