@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import zlib
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pyarrow as pa
 import pytest
 import torch
@@ -48,19 +48,19 @@ def deep(width: int, height: int) -> Image.Image:
     return Image.fromarray(shades)
 
 
+def is_as_by_pillow(octets: bytes, fit: str, channels: int = 3) -> bool:
+    pixels, broken = decoded(pa.array([octets]), fit, channels)
+    return not broken and np.array_equal(pixels[0], by_pillow(octets, channels, fit, SIZE))
+
+
 @every("fit", FITTED)
 def test_every_format_mode_and_size_is_what_pillow_makes_of_it(fit: str) -> None:
     wrong = []
     for kind, modes in MODES_OF.items():
-        for mode in modes:
-            for width, height in SIZES:
-                drawing = deep(width, height) if mode == "I;16" else drawn(width, height, mode)
-                octets = encoded(drawing, kind)
-                for channels in (1, 3, 4):
-                    expected = by_pillow(octets, channels, fit, SIZE)
-                    pixels, broken = decoded(pa.array([octets]), fit, channels)
-                    if broken or not np.array_equal(pixels[0], expected):
-                        wrong.append((kind, mode, width, height, channels, broken))
+        for mode, size in itertools.product(modes, SIZES):
+            octets = encoded(deep(*size) if mode == "I;16" else drawn(*size, mode), kind)
+            channels = [each for each in (1, 3, 4) if not is_as_by_pillow(octets, fit, each)]
+            wrong += [(kind, mode, size, each) for each in channels]
     assert wrong == []
 
 
@@ -74,10 +74,7 @@ def test_a_transparent_palette_is_laid_on_white_and_turned_as_by_pillow(fit: str
         encoded(clear.quantize(16), "PNG", 6),
     ):
         assert "transparency" in Image.open(io.BytesIO(octets)).info
-        for channels in (1, 3, 4):
-            pixels, broken = decoded(pa.array([octets]), fit, channels)
-            assert broken is None
-            assert np.array_equal(pixels[0], by_pillow(octets, channels, fit, SIZE))
+        assert all(is_as_by_pillow(octets, fit, channels) for channels in (1, 3, 4))
 
 
 def test_padding_stays_black_around_a_picture_on_white() -> None:
@@ -92,12 +89,8 @@ def test_every_orientation_is_turned_upright(fit: str) -> None:
     wrong = []
     for kind, mode in (("JPEG", "RGB"), ("PNG", "RGB"), ("PNG", "I;16"), ("WEBP", "RGBA")):
         drawing = deep(61, 40) if mode == "I;16" else drawn(61, 40, mode)
-        for orientation in range(1, 9):
-            octets = encoded(drawing, kind, orientation)
-            pixels, broken = decoded(pa.array([octets]), fit)
-            expected = by_pillow(octets, 3, fit, SIZE)
-            if broken or not np.array_equal(pixels[0], expected):
-                wrong.append((kind, mode, orientation, broken))
+        turned = {n: encoded(drawing, kind, n) for n in range(1, 9)}
+        wrong += [(kind, mode, n) for n in turned if not is_as_by_pillow(turned[n], fit)]
     assert wrong == []
 
 
@@ -295,17 +288,11 @@ def test_a_palette_gives_its_colours_and_how_transparent_they_are(depth: int) ->
 
 
 def test_a_transparent_colour_is_found_or_the_row_refused() -> None:
+    grey = png(8, GREY, [5, 6], struct.pack(">H", 5))
+    coloured = png(8, RGB, [1, 2, 3, 4, 5, 6], struct.pack(">HHH", 4, 5, 6))
     for octets, four, three in (
-        (
-            png(8, GREY, [5, 6], struct.pack(">H", 5)),
-            [[5, 5, 5, 0], [6, 6, 6, 255]],
-            [[255] * 3, [6] * 3],
-        ),
-        (
-            png(8, RGB, [1, 2, 3, 4, 5, 6], struct.pack(">HHH", 4, 5, 6)),
-            [[1, 2, 3, 255], [4, 5, 6, 0]],
-            [[1, 2, 3], [255] * 3],
-        ),
+        (grey, [[5, 5, 5, 0], [6, 6, 6, 255]], [[255] * 3, [6] * 3]),
+        (coloured, [[1, 2, 3, 255], [4, 5, 6, 0]], [[1, 2, 3], [255] * 3]),
         (
             png(1, GREY, [0, 1], struct.pack(">H", 0)),
             [[0, 0, 0, 0], [255, 255, 255, 255]],
@@ -326,7 +313,7 @@ def test_a_transparent_colour_is_found_or_the_row_refused() -> None:
 
 def test_modes_of_eight_bits_are_converted_as_by_pillow() -> None:
     octets = np.random.default_rng(3).integers(0, 256, (4, 4, 4), dtype=np.uint8)
-    clear = PIL.Image.fromarray(octets)
+    clear = Image.fromarray(octets)
     opaque = clear.copy()
     opaque.putalpha(255)
     for image in (
@@ -338,7 +325,7 @@ def test_modes_of_eight_bits_are_converted_as_by_pillow() -> None:
         for channels, wanted in ((1, "L"), (3, "RGB"), (4, "RGBA")):
             values, broken = encodings.IMAGE.decode(pa.array([file]), (channels, 4, 4), torch.uint8)
             assert broken is None
-            read = PIL.Image.open(io.BytesIO(file))
+            read = Image.open(io.BytesIO(file))
             expected = np.asarray((read if channels == 4 else on_white(read)).convert(wanted))
             expected = expected.reshape(4, 4, channels).transpose(2, 0, 1)
             assert np.array_equal(values.flatten().to_numpy().reshape(channels, 4, 4), expected)
@@ -346,11 +333,11 @@ def test_modes_of_eight_bits_are_converted_as_by_pillow() -> None:
 
 def test_a_jpeg_for_print_is_converted_as_by_pillow() -> None:
     target = io.BytesIO()
-    PIL.Image.new("CMYK", (2, 1), (10, 100, 200, 30)).save(target, "JPEG")
-    expected = np.asarray(PIL.Image.open(target).convert("RGB"))[0].tolist()
+    Image.new("CMYK", (2, 1), (10, 100, 200, 30)).save(target, "JPEG")
+    expected = np.asarray(Image.open(target).convert("RGB"))[0].tolist()
     assert shades_of(target.getvalue(), 3, 2) == (expected, "")
 
 
 def test_other_modes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: PIL.Image.new("F", (2, 1), 300.0))
+    monkeypatch.setattr(Image, "open", lambda *_, **__: Image.new("F", (2, 1), 300.0))
     assert "Pillow's mode F" in shades_of(png(8, GREY, [1, 2]), 1, 2)[1]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pictures
 import PIL.Image
 import pyarrow as pa
 import pytest
@@ -36,18 +37,14 @@ HUGE = 13_000
 def encoded(kind: str) -> bytes:
     """An image of ``SPEC``'s shape."""
     pixels = np.random.default_rng(7).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    target = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(target, kind)
-    return target.getvalue()
+    return pictures.encoded(PIL.Image.fromarray(pixels), kind)
 
 
 @cache
 def moving(kind: str) -> bytes:
     """The same shape in several frames."""
-    frames = [PIL.Image.new("RGB", (8, 6), colour) for colour in ("red", "green", "blue")]
-    target = io.BytesIO()
-    frames[0].save(target, kind, save_all=True, append_images=frames[1:])
-    return target.getvalue()
+    first, *more = (PIL.Image.new("RGB", (8, 6), colour) for colour in ("red", "green", "blue"))
+    return pictures.encoded(first, kind, save_all=True, append_images=more)
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
@@ -200,10 +197,8 @@ def test_every_format_of_the_list_is_read() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_photograph_of_another_size_is_refused_with_both_sizes() -> None:
-    target = io.BytesIO()
-    PIL.Image.new("RGB", (4_000, 3_000)).save(target, "JPEG")
-    decoded = decode(pa.array([target.getvalue()]), SPEC)
-    assert decoded.broken is not None
+    photograph = pictures.encoded(PIL.Image.new("RGB", (4_000, 3_000)), "JPEG")
+    decoded = decode(pa.array([photograph]), SPEC)
     assert "it has 3000 x 4000 pixels, not 6 x 8" in decoded.broken.reason
 
 
@@ -267,12 +262,8 @@ for name, octets in hostile.items():
 @every("spec", SPECS[:2])
 def test_what_is_refused_takes_no_memory_for_the_pixels_that_it_claims(spec: ColumnSpec) -> None:
     ordinary = [encoded(kind) for kind in FORMATS] + [moving("MPO")]
-    measured = subprocess.run(
-        [sys.executable, "-c", MEASURE],
-        input=pickle.dumps((spec, ordinary, HOSTILE)),
-        capture_output=True,
-        timeout=100,
-    )
+    command, given = [sys.executable, "-c", MEASURE], pickle.dumps((spec, ordinary, HOSTILE))
+    measured = subprocess.run(command, input=given, capture_output=True, timeout=100)
     assert measured.returncode == 0, measured.stderr.decode()
     lines = [line.split(maxsplit=2) for line in measured.stdout.decode().splitlines()]
     assert len(lines) == len(HOSTILE)
