@@ -49,13 +49,10 @@ def probabilities(outputs: Any, targets: Any) -> tuple[Any, Any]:
 def measured_job(makers: Any = MAKERS, **changes: Any) -> tuple[Job, list[Shard]]:
     """A job whose workers hold every third of their rows out, if they have any, and the rows."""
     shards: list[Shard] = []
-    for batches in classification(SIZES).shards():
-        rows = pa.Table.from_batches(batches) if batches else None
-        if rows is None:
-            shards.append([])
-            continue
-        held = pa.array(np.arange(rows.num_rows) % 3 == 0)
-        shards.append(rows.append_column("held", held).to_batches(max_chunksize=10))
+    for size, batches in zip(SIZES, classification(SIZES).shards(), strict=True):
+        held = pa.array(np.arange(size) % 3 == 0)
+        rows = pa.Table.from_batches(batches).append_column("held", held) if size else None
+        shards.append(rows.to_batches(max_chunksize=10) if rows else [])
     columns = replace(schema(), validation=ColumnSpec("held", torch.bool))
     metrics = Metrics.of(makers, probabilities)
     return make_job(mlp(), schema=columns, metrics=metrics, **changes), shards
@@ -122,20 +119,15 @@ def test_they_are_what_scikit_learn_says_of_all_held_out_rows(strategy: Any, ran
 def test_weights_are_given_to_metrics_that_take_them_and_to_no_others() -> None:
     job, shards = measured_job({**MAKERS, "weighted": WeightedAccuracy}, epochs=1)
     weights = np.random.default_rng(3).uniform(0.1, 5.0, sum(SIZES)).astype(np.float32)
-    starts = np.cumsum([0, *SIZES])
-    weighed = []
-    for rank, batches in enumerate(shards):
-        own = pa.array(weights[starts[rank] : starts[rank + 1]])
-        rows = pa.Table.from_batches(batches) if batches else None
-        weighed.append([] if rows is None else rows.append_column("w", own))
     columns = replace(job.schema, weight=ColumnSpec("w", torch.float32))
-    ordered = [
-        table.select([spec.name for spec in columns.columns]).to_batches(max_chunksize=10)
-        if len(table)
-        else []
-        for table in weighed
-    ]
-    outcome = run_world(replace(job, schema=columns), ordered)
+    names, left, weighed = [spec.name for spec in columns.columns], weights, []
+    for size, batches in zip(SIZES, shards, strict=True):
+        own, left = pa.array(left[:size]), left[size:]
+        rows = (
+            pa.Table.from_batches(batches).append_column("w", own).select(names) if size else None
+        )
+        weighed.append(rows.to_batches(max_chunksize=10) if rows else [])
+    outcome = run_world(replace(job, schema=columns), weighed)
     held = np.concatenate([np.arange(size) % 3 == 0 for size in SIZES])
     data = classification(SIZES)
     with torch.no_grad():
@@ -225,9 +217,8 @@ def test_early_stopping_and_the_best_model_follow_a_metric() -> None:
 
 def test_a_learning_rate_follows_a_metric_and_so_does_a_resumed_one(tmp_path: Path) -> None:
     plateau = partial(ReduceLROnPlateau, mode="max", patience=0, factor=0.1)
-    job, shards = measured_job(
-        {"mine": Larger}, epochs=4, scheduler=plateau, scheduler_metric="mine"
-    )
+    following = {"scheduler": plateau, "scheduler_metric": "mine"}
+    job, shards = measured_job({"mine": Larger}, epochs=4, **following)
     Larger.values[:] = [0.1, 0.2, 0.1, 0.1]
     found = run_world(job, shards).module
     # 0.1, 0.1, 0.1, 0.01: the metric falls after the third epoch.
@@ -286,9 +277,8 @@ def test_more_than_the_driver_takes_is_refused_with_what_to_do(
 ) -> None:
     monkeypatch.setattr("sparkdl.averager.headers.MAX_STATES_BYTES", 300)
     job, shards = measured_job()
-    with pytest.raises(
-        WorkerError, match=r"each of 3 workers may send the driver at most 100\. .* thresholds=200"
-    ):
+    words = r"each of 3 workers may send the driver at most 100\. .* thresholds=200"
+    with pytest.raises(WorkerError, match=words):
         run_world(job, shards)
     monkeypatch.undo()
     monkeypatch.setattr("sparkdl.driver.serving.MAX_NUMBERS", 8)

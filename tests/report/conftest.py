@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from recordings import Play, playing
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
-    yield from playing(monkeypatch)
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    return playing(monkeypatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,16 +56,8 @@ class Played:
         self.recording.note(WorkerTimes(rank, host, times))
 
     def window(self, rank: int, examples: int = 10, loss: float = 1.0, epoch: int = 1) -> None:
-        self.recording.note(
-            WindowReport(
-                rank=rank,
-                epoch=epoch,
-                step=1,
-                examples=examples,
-                loss_sum=loss * examples,
-                last=False,
-            )
-        )
+        said = {"rank": rank, "epoch": epoch, "step": 1, "examples": examples, "last": False}
+        self.recording.note(WindowReport(loss_sum=loss * examples, **said))
 
     def epoch(self, number: int, **fields: Any) -> None:
         known = {"loss": 1.0 / number, "examples": 100, "rounds": 5, "seconds": 2.0}
@@ -78,7 +70,7 @@ class Played:
 Play = Callable[..., Played]
 
 
-def playing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+def playing(monkeypatch: pytest.MonkeyPatch) -> Play:
     def play(world_size: int, **setup: Any) -> Played:
         # Before the recording is made: it remembers when that was.
         clock = type("Clock", (), {"now": 1000.0})()
@@ -89,7 +81,7 @@ def playing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
         monkeypatch.setattr(recording, "time", played)
         return played
 
-    yield play
+    return play
 
 
 def busy_world(play: Play, world_size: int, windows: int, **setup: Any) -> Played:

@@ -69,16 +69,9 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_a_run_tells_who_was_waited_for(tmp_path: Path, pass_time: Callable[[float], None]) -> None:
     path = tmp_path / "report.html"
-    job = make_job(
-        mlp(),
-        epochs=2,
-        strategy=ParameterAveraging(period=5),
-        callbacks=(Slow(pass_time),),
-        deadline_s=60.0,
-    )
-    outcome = run_world(
-        job, classification([60, 60, 60]).shards(), callbacks=[TrainingReport(str(path))]
-    )
+    slow, report = (Slow(pass_time),), [TrainingReport(str(path))]
+    job = make_job(mlp(), epochs=2, strategy=ParameterAveraging(5), callbacks=slow)
+    outcome = run_world(job, classification([60, 60, 60]).shards(), callbacks=report)
     recorded, summary = outcome.recording, TrainingSummary(outcome.recording)
     # 15 steps an epoch of 4 rows: 6 windows of 5 steps.
     expected = np.zeros((3, len(PHASES)))
@@ -121,12 +114,9 @@ class Fails(Callback):
 
 def test_a_fit_that_fails_has_a_report_that_says_why(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
+    callbacks = [TrainingReport(str(path)), Fails()]
     with pytest.raises(CallbackError):
-        run_world(
-            make_job(mlp()),
-            classification([8]).shards(),
-            callbacks=[TrainingReport(str(path)), Fails()],
-        )
+        run_world(make_job(mlp()), classification([8]).shards(), callbacks=callbacks)
     page = path.read_text()
     assert "failed" in page
     assert "&lt;b&gt;no&lt;/b&gt;" in page
@@ -140,13 +130,9 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_trained(tmp_
         def on_round(self, training: Any, reports: Any) -> None:
             rounds.append(reports)
 
-    job = make_job(mlp(), epochs=1)
+    callbacks = [Rounds(), TrainingReport(str(tmp_path / "file" / "report.html"))]
     with pytest.raises(CallbackError, match="TrainingReport failed in on_start"):
-        run_world(
-            job,
-            classification([8]).shards(),
-            callbacks=[Rounds(), TrainingReport(str(tmp_path / "file" / "report.html"))],
-        )
+        run_world(make_job(mlp()), classification([8]).shards(), callbacks=callbacks)
     assert not rounds
 
 
@@ -220,10 +206,7 @@ def test_slow_workers_are_waited_for_in_step_only() -> None:
     assert found.max_staleness["ElasticAveraging(period=20, mode='asynchronous')"] > 3
 
 
-@every(
-    "given, mean",
-    [(0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3)],
-)
+@every("given, mean", [(0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3)])
 def test_steps_take_what_one_says(given: Any, mean: float) -> None:
     row = simulate(step_s=given, strategies=[ParameterAveraging()]).iloc[0]
     assert row.computing * row.seconds == pytest.approx(100 * mean, rel=0.1)
