@@ -164,26 +164,21 @@ def test_it_is_stood_in_for_only_in_versions_of_torch_with_which_that_was_tested
 DEADLINE_S = 60.0
 
 
-def draws(seed: int) -> Tensor:
+def draws(seed: int, *sizes: int) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return torch.rand(4)
+        return torch.cat([*map(torch.rand, sizes)])
 
 
-def test_a_seed_gives_its_stream_and_the_callers_goes_on_as_if_nothing_had_been() -> None:
+@pytest.mark.parametrize(("seed", "stream"), [((7,), 7), ((), 3)])
+def test_a_seed_gives_its_stream_and_in_any_case_the_callers_goes_on_as_if_nothing_had_been(
+    seed: tuple[int, ...], stream: int
+) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        with borrowed_random_numbers(7):
-            assert torch.equal(torch.rand(4), draws(7))
-        assert torch.equal(torch.rand(4), draws(3))
-
-
-def test_without_a_seed_the_stream_goes_on_and_is_put_back() -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        with borrowed_random_numbers():
-            assert torch.equal(torch.rand(4), draws(3))
-        assert torch.equal(torch.rand(4), draws(3))
+        with borrowed_random_numbers(*seed):
+            assert torch.equal(torch.rand(4), draws(stream, 4))
+        assert torch.equal(torch.rand(4), draws(3, 4))
 
 
 def test_threads_do_not_draw_from_each_others_streams() -> None:
@@ -198,14 +193,8 @@ def test_threads_do_not_draw_from_each_others_streams() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(draw, (1, 2))
-    assert torch.equal(one, draws_one_by_one(1))
-    assert torch.equal(other, draws_one_by_one(2))
-
-
-def draws_one_by_one(seed: int) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return torch.cat([torch.rand(1), torch.rand(3)])
+    assert torch.equal(one, draws(1, 1, 3))
+    assert torch.equal(other, draws(2, 1, 3))
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 from by_keyword import open_averager, run
-from misbehaving import (
-    Raises,
-    marked,
-    ranks,
-    started,
-)
+from misbehaving import Raises, marked, ranks, started
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 from virtual_time import VirtualClock
@@ -72,10 +68,21 @@ class ClosesItsEpochTwice(ParameterAveraging):
 
 def test_a_strategy_that_closes_its_epoch_twice_is_told_so() -> None:
     job = make_job(mlp(), strategy=ClosesItsEpochTwice(), epochs=2, deadline_s=60.0)
-    with pytest.raises(
-        TrainingError, match=r"window of epoch 1, but the run is in epoch 2\. A stra"
-    ):
+    words = r"window of epoch 1, but the run is in epoch 2\. A stra"
+    with pytest.raises(TrainingError, match=words):
         run_world(job, classification([12, 12]).shards())
+
+
+class Before(nn.Module):
+    """Does something with the rows before each forward pass."""
+
+    def __init__(self, deed: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.net, self.deed = mlp(), deed
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.deed(features)
+        return self.net(features)
 
 
 @pytest.mark.parametrize(
@@ -84,31 +91,17 @@ def test_a_strategy_that_closes_its_epoch_twice_is_told_so() -> None:
     ids=["python", "torch"],
 )
 def test_want_of_memory_on_a_worker_names_the_settings(error: Exception) -> None:
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, features: Tensor) -> Tensor:
-            raise error
+    def fail(_: Tensor) -> None:
+        raise error
 
     with pytest.raises(WorkerError, match=r"rank 0, .*\n.*raise spark.executor.memoryOverhead"):
-        run_world(make_job(Fails()), classification([8]).shards())
+        run_world(make_job(Before(fail)), classification([8]).shards())
 
 
 def test_a_module_that_is_not_there_comes_with_how_modules_travel() -> None:
-    class Imports(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, features: Tensor) -> Tensor:
-            import a_module_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
-
-            return self.net(features)
-
+    imports = Before(lambda _: importlib.import_module("a_module_that_nobody_has"))
     with pytest.raises(WorkerError, match=r"a_module_that_nobody_has'\n.*addPyFile"):
-        run_world(make_job(Imports()), classification([8]).shards())
+        run_world(make_job(imports), classification([8]).shards())
 
 
 def test_an_error_ends_the_run_without_a_deadline_having_passed() -> None:
@@ -156,23 +149,12 @@ def test_an_error_in_the_source_of_rows_is_the_workers_error() -> None:
 
 
 def test_rows_that_are_refused_reach_no_model() -> None:
-    trained: list[int] = []
-
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, features: Tensor) -> Tensor:
-            trained.append(len(features))
-            return self.net(features)
-
+    trained: list[Tensor] = []
     good = classification([40]).shards()[0]
-    bad = pa.record_batch(
-        {"features": good[0].column(0), "label": pa.array([None] * len(good[0]), pa.int64())}
-    )
+    nulls = pa.nulls(len(good[0]), pa.int64())
+    bad = pa.record_batch({"features": good[0].column(0), "label": nulls})
     with pytest.raises(DataError):
-        run_world(make_job(Counts()), [good, [*good, bad]])
+        run_world(make_job(lambda: Before(trained.append)), [good, [*good, bad]])
     assert trained == []
 
 
@@ -196,11 +178,7 @@ def test_a_process_that_ends_before_it_joins_is_noticed_at_once() -> None:
     shard = classification([8]).shards()[0]
     started = time.monotonic()
     with pytest.raises(WorkerLostError, match="rank 1 exited with code 3"):
-        run_world(
-            make_job(mlp(), deadline_s=60),
-            [shard, EndsOnArrival()],  # type: ignore[list-item]
-            ranks_as="processes",
-        )
+        run_world(make_job(mlp()), [shard, EndsOnArrival()], ranks_as="processes")
     assert time.monotonic() - started < 55
 
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import json
-import random
 import signal
 from functools import partial
 from typing import Any
@@ -35,20 +34,12 @@ pytestmark = pytest.mark.usefixtures("nobody_stays")
 
 CPU = torch.device("cpu")
 
+NAMES_OF_TORCH = ["SGD", "Adam", "RMSprop", "NAdam", "Adagrad", "Adadelta", "Adamax", "ASGD"]
+NAMES_OF_TORCH += ["RAdam", "Rprop", "Adafactor"]
 OPTIMIZERS = {
-    "SGD": torch.optim.SGD,
+    **{name: getattr(torch.optim, name) for name in NAMES_OF_TORCH},
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "Adam": torch.optim.Adam,
     "AdamW": partial(torch.optim.AdamW, amsgrad=True),
-    "RMSprop": torch.optim.RMSprop,
-    "NAdam": torch.optim.NAdam,
-    "Adagrad": torch.optim.Adagrad,
-    "Adadelta": torch.optim.Adadelta,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": torch.optim.ASGD,
-    "RAdam": torch.optim.RAdam,
-    "Rprop": torch.optim.Rprop,
-    "Adafactor": torch.optim.Adafactor,
 }
 
 
@@ -68,26 +59,25 @@ def bits(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().view(-1) for p in module.parameters()])
 
 
-def test_training_goes_on_with_the_same_bits(subtests: pytest.Subtests) -> None:
-    for build in OPTIMIZERS.values():
-        with subtests.test(build=build):
-            module = network()
-            optimizer = build(module.parameters())
-            step(module, optimizer, 3)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * 0.5  # as a schedule does
-            octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
-            other = copy.deepcopy(module)
-            step(module, optimizer, 3)
+@every("name", OPTIMIZERS)
+def test_training_goes_on_with_the_same_bits(name: str) -> None:
+    module, build = network(), OPTIMIZERS[name]
+    optimizer = build(module.parameters())
+    step(module, optimizer, 3)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5  # as a schedule does
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
+    other = copy.deepcopy(module)
+    step(module, optimizer, 3)
 
-            torch.manual_seed(99)
-            resumed = build(other.parameters())
-            unpack_worker_state(octets, resumed, CPU)
-            step(other, resumed, 3)
-            assert torch.equal(bits(other), bits(module))
+    torch.manual_seed(99)
+    resumed = build(other.parameters())
+    unpack_worker_state(octets, resumed, CPU)
+    step(other, resumed, 3)
+    assert torch.equal(bits(other), bits(module))
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@every("dtype", [torch.complex64, torch.complex128])
 def test_complex_parameters_go_on_with_the_same_bits(dtype: torch.dtype) -> None:
     weights = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=dtype))
     optimizer = torch.optim.Adam([weights])
@@ -114,27 +104,19 @@ def test_complex_state_that_the_center_holds_is_left_out() -> None:
     optimizer = torch.optim.Adam([weights])
     weights.abs().sum().backward()
     optimizer.step()
-    tensors, _ = read_tensors(
-        io.BytesIO(pack_worker_state(optimizer, CPU, center_has_optimizer=True))
-    )
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=True)
+    tensors, _ = read_tensors(io.BytesIO(octets))
     assert not [name for name in tensors if name.startswith("state.0.exp_avg")]
 
 
-def test_state_that_the_center_holds_is_left_out() -> None:
+def test_state_that_the_center_holds_is_left_out_and_hyperparameters_keep_their_types() -> None:
     module = network()
-    optimizer = torch.optim.Adam(module.parameters())
+    optimizer = torch.optim.Adam(module.parameters(), betas=(0.8, 0.99))
     step(module, optimizer, 1)
     octets = pack_worker_state(optimizer, CPU, center_has_optimizer=True)
     fresh = torch.optim.Adam(network().parameters())
     unpack_worker_state(octets, fresh, CPU)
     assert not any(fresh.state.values())
-
-
-def test_hyperparameters_keep_their_types() -> None:
-    optimizer = torch.optim.Adam(network().parameters(), betas=(0.8, 0.99))
-    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=True)
-    fresh = torch.optim.Adam(network().parameters())
-    unpack_worker_state(octets, fresh, CPU)
     assert fresh.param_groups[0]["betas"] == (0.8, 0.99)
     assert fresh.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
@@ -172,16 +154,17 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(["state.0.exp_avg", "group.0.lr", "group.7.lr", "random.cpu", "state.9.x"])
 
 
+WHOLE = st.fixed_dictionaries(
+    {"values": VALUES | st.dictionaries(NAMES, VALUES), "on_device": VALUES}
+)
+TENSORS = st.sampled_from([torch.ones(2, 3), torch.zeros(0), torch.tensor(-7)])
+
+
 @settings(max_examples=40)
 @given(
-    description=VALUES
-    | st.fixed_dictionaries(
-        {"values": VALUES | st.dictionaries(NAMES, VALUES), "on_device": VALUES}
-    ),
+    description=VALUES | WHOLE,
     dropped=st.sets(st.sampled_from(sorted(random_state(CPU)))),
-    put=st.dictionaries(
-        NAMES, st.sampled_from([torch.ones(2, 3), torch.zeros(0), torch.tensor(-7)]), max_size=2
-    ),
+    put=st.dictionaries(NAMES, TENSORS, max_size=2),
 )
 def test_a_state_that_says_anything_is_taken_in_or_refused_in_words(
     description: Any, dropped: set[str], put: dict[str, Tensor]
@@ -209,26 +192,26 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
         unpack_worker_state(octets, torch.optim.SGD(network().parameters(), lr=0.1), CPU)
 
 
-def test_a_state_that_no_worker_writes_is_refused(subtests: pytest.Subtests) -> None:
-    for said, words in [
+@every(
+    ("said", "words"),
+    [
         ({"values": [], "on_device": []}, []),
         ({"values": {"group.0.lr": 1, "state.99.step": 2}, "on_device": []}, []),
         (None, []),
         ({"values": {}, "on_device": []}, [-1] * 625),
         ({"values": {}, "on_device": []}, [1 << 40] * 625),
-    ]:
-        with subtests.test(said=said, words=words):
-            optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
-            octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
-            tensors, _ = read_tensors(io.BytesIO(octets))
-            if words:
-                tensors["random.python"] = torch.tensor(words)
-            file = io.BytesIO()
-            write_tensors(file, tensors, {"own": json.dumps(said)})
-            before = random.getstate()
-            with pytest.raises(CheckpointError, match="does not fit"):
-                unpack_worker_state(file.getvalue(), optimizer, CPU)
-            random.setstate(before)
+    ],
+)
+def test_a_state_that_no_worker_writes_is_refused(said: Any, words: list[int]) -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    octets = pack_worker_state(optimizer, CPU, center_has_optimizer=False)
+    tensors, _ = read_tensors(io.BytesIO(octets))
+    if words:
+        tensors["random.python"] = torch.tensor(words)
+    file = io.BytesIO()
+    write_tensors(file, tensors, {"own": json.dumps(said)})
+    with streams_put_back(), pytest.raises(CheckpointError, match="does not fit"):
+        unpack_worker_state(file.getvalue(), optimizer, CPU)
 
 
 class Silent(Exception):
@@ -298,11 +281,8 @@ def test_an_error_in_a_callback_on_a_worker_names_the_callback() -> None:
 def test_no_error_makes_a_header_too_long() -> None:
     text = "\U0001f525" * 20_000_000
     worker = WorkerError(text, rank=0, epoch=0, step=0, worker_traceback=text)
-    for header in (
-        failure_header(worker),
-        failure_header(CollectiveError(text)),
-        stopped_header(text),
-    ):
+    failures = failure_header(worker), failure_header(CollectiveError(text))
+    for header in (*failures, stopped_header(text)):
         assert len(header_message(header)) < MAX_HEADER_BYTES
 
 
