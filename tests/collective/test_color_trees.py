@@ -195,7 +195,5 @@ def test_a_member_that_is_killed_is_named_by_the_others(background: bool) -> Non
     for rank in (0, 2, 3, 4):
         assert results[rank][0] == "error"
         # On a busy machine those that notice late are named with it.
-        who = (
-            rf"CollectiveError: .* among 5 workers failed on rank {rank}: .*\brank 1 on .* did not"
-        )
+        who = rf"CollectiveError: .* among 5 workers failed on rank {rank}: .*\brank 1 on .* did"
         assert re.match(who, results[rank][1])
