@@ -78,9 +78,8 @@ def test_an_image_of_any_mode_and_format_has_the_bits_that_it_has_in_grey(kind: 
 def test_brighter_images_and_jpegs_are_near_and_other_images_are_not(kind: str) -> None:
     images = [natural(seed, (240, 180)) for seed in range(8)]
     plain = hashes(kind, [png(each) for each in images])
-    brighter = [
-        png(each.point([min(255, round(v * 1.01)) for v in range(256)] * 3)) for each in images
-    ]
+    lighter = [min(255, round(v * 1.01)) for v in range(256)] * 3
+    brighter = [png(each.point(lighter)) for each in images]
     compressed = [encoded(each, "JPEG", quality=50) for each in images]
     smaller = [png(each.resize((120, 90))) for each in images]
     for changed in (brighter, compressed, smaller):
@@ -90,16 +89,8 @@ def test_brighter_images_and_jpegs_are_near_and_other_images_are_not(kind: str) 
     assert others.min() > 10
 
 
-STRUCT = pa.struct(
-    [
-        ("origin", pa.string()),
-        ("height", pa.int32()),
-        ("width", pa.int32()),
-        ("nChannels", pa.int32()),
-        ("mode", pa.int32()),
-        ("data", pa.binary()),
-    ]
-)
+NUMBERS = [(name, pa.int32()) for name in ("height", "width", "nChannels", "mode")]
+STRUCT = pa.struct([("origin", pa.string()), *NUMBERS, ("data", pa.binary())])
 
 
 def colours(height: int = 20, width: int = 31, channels: int = 3) -> np.ndarray:
@@ -181,27 +172,21 @@ def test_structs_of_spark_have_their_channels_the_other_way_round() -> None:
     blue_first[..., 3] = 255
     red_first = blue_first[..., [2, 1, 0, 3]]
     found = structs(row(blue_first), row(blue_first[..., :3]), row(blue_first[..., :1]), None)
-    wanted = [
-        Image.fromarray(red_first),
-        Image.fromarray(red_first[..., :3]),
-        Image.fromarray(blue_first[..., 0]),
-    ]
+    wanted = map(Image.fromarray, (red_first, red_first[..., :3], blue_first[..., 0]))
     assert [each.tobytes() for each in found[:3]] == [w.convert("L").tobytes() for w in wanted]
     assert found[3] is None
 
 
 def test_rows_that_are_no_image_say_why_and_null_stays_null() -> None:
     file = encoded(Image.fromarray(colours()), "PNG")
-    none, empty, text, cut, deep = grey(
-        None, b"", b"no image", file[: len(file) // 2], encoded(Image.new("F", (3, 3)), "TIFF")
-    )
+    tiff = encoded(Image.new("F", (3, 3)), "TIFF")
+    none, empty, text, cut, deep = grey(None, b"", b"no image", file[: len(file) // 2], tiff)
     assert none is None
     for found in (empty, text, deep):
         assert "not one of BMP, GIF, JPEG, PNG, WEBP" in found
     assert "truncated" in cut
-    short, floats, absent = structs(
-        row(colours(), data=b"123"), row(colours(), mode=21), row(colours(), height=-1, mode=-1)
-    )
+    wrong = ({"data": b"123"}, {"mode": 21}, {"height": -1, "mode": -1})
+    short, floats, absent = structs(*(row(colours(), **changes) for changes in wrong))
     assert "has not the bytes of 20 x 31 x 3" in short
     assert "mode 21" in floats
     assert "mode -1" in absent

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pytest
 import torch
 from every_row import every
+from interruptions import same_bits
 from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, schema
@@ -58,15 +59,9 @@ def sorted_job(
         mark = np.arange(len(targets)) < count
         shards.append(batches_of(7, features=features, label=targets, held=mark))
         chosen.append((features[mark], targets[mark]))
-    job = make_job(
-        changes.pop("model", mlp()),
-        **{
-            "schema": dataclasses.replace(schema(), validation=HELD),
-            "epochs": 2,
-            "feed": EXCHANGED,
-            **changes,
-        },
-    )
+    columns = dataclasses.replace(schema(), validation=HELD)
+    changes = {"schema": columns, "epochs": 2, "feed": EXCHANGED, **changes}
+    job = make_job(changes.pop("model", mlp()), **changes)
     features, targets = (np.concatenate(each) for each in zip(*chosen, strict=True))
     return job, shards, (features, targets)
 
@@ -115,10 +110,7 @@ def test_spreading_rows_to_validate_with_changes_nothing_of_the_model() -> None:
         [batch.filter(pc.invert(batch["held"])).select(["features", "label"]) for batch in shard]
         for shard in shards
     ]
-    states = [
-        run_world(each, rows).module.state_dict() for each, rows in ((job, shards), (without, kept))
-    ]
-    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+    assert same_bits(run_world(job, shards), run_world(without, kept))
 
 
 def test_an_indicator_that_is_true_of_no_row_holds_none_out(
@@ -183,14 +175,9 @@ def dying(folder: Path, validation: int) -> Callable[[], torch.nn.Module]:
 def test_a_worker_that_is_killed_while_it_validates_gets_the_same_rows_again(
     tmp_path: Path, validation: int, strategy: Any
 ) -> None:
-    job, shards, rows = sorted_job(
-        [0, 31, 0],
-        [25, 4, 20],
-        model=dying(tmp_path, validation),
-        strategy=strategy,
-        max_failures=1,
-        deadline_s=120.0,
-    )
+    changes: dict[str, Any] = {"strategy": strategy, "max_failures": 1}
+    model = dying(tmp_path, validation)
+    job, shards, rows = sorted_job([0, 31, 0], [25, 4, 20], model=model, **changes)
     outcome = run_world(job, shards, ranks_as="processes")
     assert (tmp_path / "died").exists()
     assert [epoch.validation_examples for epoch in outcome.history] == [31] * 2
@@ -256,13 +243,8 @@ def _call_before(kind: type, name: str, deed: Callable[..., None]) -> None:
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
 def test_a_worker_that_is_killed_comes_back_to_the_same_rows(tmp_path: Path, moment: str) -> None:
     shards = classification(SIZES).shards()
-    job = make_job(
-        dying_in_an_exchange(tmp_path, moment),
-        strategy=ParameterAveraging(2),
-        epochs=3,
-        max_failures=1,
-        feed=EXCHANGED,
-    )
+    changes: dict[str, Any] = {"strategy": ParameterAveraging(2), "epochs": 3, "max_failures": 1}
+    job = make_job(dying_in_an_exchange(tmp_path, moment), feed=EXCHANGED, **changes)
     with recorded_commits() as commits:
         outcome = run_world(job, shards, ranks_as="processes")
     assert Path(tmp_path, "died").exists()
@@ -318,17 +300,10 @@ def test_a_worker_comes_back_alone_only_if_others_still_have_what_they_gave_it(
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
 def test_workers_that_cannot_come_back_alone_all_start_again(tmp_path: Path, moment: str) -> None:
     shards = classification(SIZES).shards()
-    undisturbed = make_job(
-        lambda: Dies(tmp_path, "never"), strategy=GradientAllReduce(), epochs=2, feed=EXCHANGED
-    )
+    how: dict[str, Any] = {"strategy": GradientAllReduce(), "epochs": 2, "feed": EXCHANGED}
+    undisturbed = make_job(lambda: Dies(tmp_path, "never"), **how)
     expected = run_world(undisturbed, shards, ranks_as="processes")
-    job = make_job(
-        dying_in_an_exchange(tmp_path, moment),
-        strategy=GradientAllReduce(),
-        epochs=2,
-        max_failures=1,
-        feed=EXCHANGED,
-    )
+    job = make_job(dying_in_an_exchange(tmp_path, moment), max_failures=1, **how)
     outcome = run_world(job, shards, ranks_as="processes")
     assert Path(tmp_path, "died").exists()
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from toys import Data, classification, make_job, mlp, relative_error
 
-from sparkdl.driver import Outcome
 from sparkdl.errors import TrainingError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.partition_store import PartitionStore
@@ -29,7 +29,7 @@ from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.reshuffle import RowServer, server
 from sparkdl.reshuffle.exchange import Everyone
 from sparkdl.reshuffle.server import exchange_plan
-from sparkdl.strategies import GradientAllReduce, Strategy
+from sparkdl.strategies import GradientAllReduce
 from sparkdl.testing import batches_of, run_world
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.port import Port
@@ -70,17 +70,10 @@ def train_on_ids(
         wide = np.stack([part, -part], axis=1).astype(np.float32)
         columns = {"id": part, "wide": wide, "y": np.zeros(len(part), np.float32)}
         shards.append(batches_of(4, **columns) if len(part) else [])
-    job = make_job(
-        build,
-        loss=nn.MSELoss(),
-        schema=FeedSchema(
-            (ColumnSpec("id", torch.int64), ColumnSpec("wide", torch.float32, (UNKNOWN,))),
-            ColumnSpec("y", torch.float32),
-        ),
-        epochs=epochs,
-        batch_size=batch_size,
-        feed=FeedOptions(**options),
-    )
+    features = ColumnSpec("id", torch.int64), ColumnSpec("wide", torch.float32, (UNKNOWN,))
+    schema = FeedSchema(features, ColumnSpec("y", torch.float32))
+    sizes: Any = {"epochs": epochs, "batch_size": batch_size, "feed": FeedOptions(**options)}
+    job = make_job(build, loss=nn.MSELoss(), schema=schema, **sizes)
     outcome = run_world(job, shards)
     return [replica.seen for replica in replicas.values() if replica.seen], outcome
 
@@ -123,35 +116,21 @@ class Recorder(nn.Module):
         return self.net(features)
 
 
-def recorded(folder: Path, data: Data) -> list[list[list[int]]]:
-    """The rows that each rank trained on, minibatch by minibatch, as numbers of ``data``'s."""
+def recorded(folder: Path, data: Data, rank: int) -> Iterator[list[int]]:
+    """The rows that a rank trained on, minibatch by minibatch, as numbers of ``data``'s."""
     numbers = {row.tobytes(): number for number, row in enumerate(data.features)}
-    return [
-        [
-            [numbers[row.tobytes()] for row in np.load(file)]
-            for file in sorted(folder.glob(f"{rank}-*.npy"))
-        ]
-        for rank in range(len(data.sizes))
-    ]
-
-
-def among_themselves(folder: Path, strategy: Strategy, data: Data, **changes: Any) -> Outcome:
-    """Train workers that exchange among themselves, with reshuffled rows."""
-    folder.mkdir(exist_ok=True)
-    settings = {"epochs": 4, "feed": FeedOptions(reshuffle_every=1), **changes}
-    job = make_job(Recorder(folder), strategy=strategy, **settings)
-    return run_world(job, data.shards(), ranks_as="processes")
+    for file in sorted(folder.glob(f"{rank}-*.npy")):
+        yield [numbers[row.tobytes()] for row in np.load(file)]
 
 
 def test_gradients_of_reshuffled_rows_are_those_of_one_process_on_the_same_minibatches(
     tmp_path: Path,
 ) -> None:
     data, adam = classification([23, 0, 4]), partial(torch.optim.Adam, lr=0.02)
-    options = FeedOptions(reshuffle_every=2)
-    outcome = among_themselves(
-        tmp_path, GradientAllReduce(), data, optimizer=adam, feed=options, epochs=5
-    )
-    batches = [iter(of_rank) for of_rank in recorded(tmp_path, data)]
+    how: Any = {"strategy": GradientAllReduce(), "feed": FeedOptions(reshuffle_every=2)}
+    job = make_job(Recorder(tmp_path), optimizer=adam, epochs=5, **how)
+    outcome = run_world(job, data.shards(), ranks_as="processes")
+    batches = [recorded(tmp_path, data, rank) for rank in range(3)]
     oracle = mlp().train()
     optimizer = adam(oracle.parameters())
     for epoch in range(1, 6):
@@ -162,9 +141,8 @@ def test_gradients_of_reshuffled_rows_are_those_of_one_process_on_the_same_minib
             left = [max(0, steps - 1) for steps in left]
             optimizer.zero_grad()
             features, targets = data.features[rows], data.targets[rows]
-            nn.functional.cross_entropy(
-                oracle(torch.from_numpy(features)), torch.from_numpy(targets)
-            ).backward()
+            outputs = oracle(torch.from_numpy(features))
+            nn.functional.cross_entropy(outputs, torch.from_numpy(targets)).backward()
             optimizer.step()
     trained = outcome.module.get_submodule("net")
     assert relative_error(trained, oracle) <= 1e-10
@@ -278,13 +256,9 @@ def test_lengths_that_no_row_has_are_refused(
         left.wait(20)
 
     port = Port("127.0.0.1", "secret", lie, encrypted=False)
-    new = PartitionStore(tmp_path)
-    try:
+    with closing(port), closing(PartitionStore(tmp_path)) as new:
         with RowServer("127.0.0.1", "secret", 20.0) as own:
             everyone = Everyone(by_rank([0, 4]), [own.address, ["127.0.0.1", port.number, None]])
             with pytest.raises(TrainingError, match=words):
                 part(0, own, lambda: everyone, SPECS)(PartitionStore(tmp_path), None, new, 1)
-    finally:
         left.set()
-        port.close()
-        new.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from every_row import every
 from exchanges import SEED, by_rank
 from torch import Tensor
 
-from sparkdl.errors import CollectiveError, SparkDLError, TrainingError
+from sparkdl.errors import CollectiveError, TrainingError
 from sparkdl.feed.partition_store import PartitionStore
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.reshuffle import RowServer
@@ -84,12 +84,7 @@ def test_sorted_rows_are_spread_as_if_they_had_been_shuffled(tmp_path: Path) -> 
 
 
 def refuse(
-    directory: Path,
-    address: Any,
-    error: type[SparkDLError],
-    match: str,
-    rows: Any = (5, 5),
-    **changes: Any,
+    directory: Path, address: Any, error: Any, match: str, rows: Any = (5, 5), **changes: Any
 ) -> None:
     """Rank 0's part in an exchange with a rank 1 that is somebody else, listening there."""
     held, new = filled(directory, torch.arange(5)), PartitionStore(directory)
@@ -164,12 +159,9 @@ def rank_1(*messages: Any) -> Iterator[list[Any]]:
                 connection.send_header(message)
         over.wait(60)
 
-    port = Port("127.0.0.1", "secret", answer)
-    try:
+    with closing(Port("127.0.0.1", "secret", answer)) as port, ExitStack() as stack:
+        stack.callback(over.set)
         yield ["127.0.0.1", port.number, None]
-    finally:
-        over.set()
-        port.close()
 
 
 COUNT = int(exchange_plan([5, 5], 2, seed=SEED, epoch=2)[1, 0])
@@ -189,13 +181,8 @@ OF_ANOTHER_NUMBER = f"rank 1 has {COUNT} rows for rank 0, but answered"
         *(
             ([FITS | {"shapes": shapes}], "rank 1 announced rows of shapes")
             for shapes in (
-                None,
-                "abc",
-                [[3], []],
-                [[3], [], [1]],
-                [[-1], [], []],
-                [[1 << 29], [], []],
-                [[[3]], [], []],
+                *(None, "abc", [[3], []], [[3], [], [1]]),
+                *([[wide], [], []] for wide in (-1, 1 << 29, [3])),
             )
         ),
         ([FITS | {"shapes": [[4], [], []]}], "different shapes: rank 0 .*3.*, rank 1 .*4"),

@@ -6,7 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,10 @@ def offer(directory: Path, *, keep: bool) -> Offer:
 def asking(server: RowServer, header: Any) -> Iterator[Connection]:
     """A connection to the server on which a header was sent."""
     host, port, fingerprint = server.address
-    connection = ServiceAddress(host, port, "secret", fingerprint).connect(1, "rank 0", 5.0)
-    try:
+    address = ServiceAddress(host, port, "secret", fingerprint)
+    with closing(address.connect(1, "rank 0", 5.0)) as connection:
         connection.send_header(header)
         yield connection
-    finally:
-        connection.close()
 
 
 def fetched(server: RowServer, rank: int, epoch: int = 1) -> list[int]:
@@ -180,32 +178,23 @@ def trained(partitions: list[dict[str, Any]], readers: list[list[int]], *, draws
     """What each rank trains on and validates with, and the mean weight."""
     options = FeedOptions(exchange_rows=True, reshuffle_every=1)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        feeds = [
-            stack.enter_context(
-                Feed(
-                    SCHEMA, batch_size=3, seed=5, rank=rank, directory=Path(folder), options=options
-                )
-            )
-            for rank in range(len(readers))
-        ]
-        found = DataStatistics.of(
-            [
-                feed.fill(batches([partitions[number] for number in numbers], draws=draws))
-                for feed, numbers in zip(feeds, readers, strict=True)
-            ]
+        of_rank = partial(
+            Feed, SCHEMA, batch_size=3, seed=5, directory=Path(folder), options=options
         )
+        feeds = [stack.enter_context(of_rank(rank=rank)) for rank in range(len(readers))]
+        shards = [
+            feed.fill(batches([partitions[number] for number in numbers], draws=draws))
+            for feed, numbers in zip(feeds, readers, strict=True)
+        ]
+        found = DataStatistics.of(shards)
         servers = [stack.enter_context(RowServer("127.0.0.1", "secret", 20.0)) for _ in feeds]
         addresses = [server.address for server in servers]
 
         def exchange(rank: int) -> list[list[int]]:
             feed = feeds[rank]
+            everyone = partial(Everyone.of, found.parts, addresses)
             training, validating = (
-                part(
-                    rank,
-                    servers[rank],
-                    partial(Everyone.of, found.parts, addresses, held_out=held_out),
-                    SCHEMA.stored,
-                )
+                part(rank, servers[rank], partial(everyone, held_out=held_out), SCHEMA.stored)
                 for held_out in (False, True)
             )
             seen = []
