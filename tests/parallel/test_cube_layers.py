@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cubes import MovedBytes, playing_one_of, run_cube
+from every_row import every
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
-from transformers_in_cubes import SECOND, build, train
 
 from sparkdl.checkpoint.state_files import save_state
 from sparkdl.errors import ConfigError
@@ -75,12 +75,10 @@ def published_shapes(mesh: Any) -> dict[str, Any]:
     """A weight of [256, 1024] and activations of [16, 256], as in the paper's code."""
     shapes: dict[str, Any] = {}
     model = nn.Sequential(nn.Linear(256, 1024), nn.Identity(), nn.Linear(1024, 256))
-    model[1].register_forward_hook(
-        lambda _, __, hidden: shapes.update(hidden=tuple(hidden.to_local().shape))
-    )
-    model[2].register_forward_hook(
-        lambda _, __, outputs: shapes.update(outputs=tuple(outputs.to_local().shape))
-    )
+    for layer, name in ((model[1], "hidden"), (model[2], "outputs")):
+        layer.register_forward_hook(
+            lambda _, __, found, name=name: shapes.update({name: tuple(found.to_local().shape)})
+        )
     cube = parallelize_3d(model, mesh)
     cube(torch.randn(16, 256))
     for name, parameter in cube.named_parameters():
@@ -209,34 +207,29 @@ def tied() -> nn.Module:
     return model
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "inputs": (lambda: nn.Linear(5, 8), "in_features=5, which q = 2 does not divide. Pad it to 6"),
-    "outputs": (
-        lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 10)),
-        r"'1' has out_features=10, which q\^2 = 4 does not divide. Pad it to 12",
-    ),
-    "words": (
-        lambda: nn.Sequential(nn.Embedding(9, 8)),
-        "'0' has num_embeddings=9, .* Pad it to 1",
-    ),
-    "width": (lambda: nn.Embedding(8, 6), "embedding_dim=6, .* Pad it to 8"),
-    "norm": (lambda: nn.LayerNorm(7), "normalized_shape=7, .* Pad it to 8"),
-    "norms": (lambda: nn.LayerNorm((4, 4)), r"normalizes 2 dimensions \(4, 4\)"),
-    "rows": (lambda: nn.Embedding(8, 8, max_norm=1.0), "max_norm"),
-    "tied": (tied, "'1.weight' is tied: it is '0.weight' too"),
-    "weight_norm": (
-        lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8))),
-        "the weight of '0' is computed from others",
-    ),
-    "batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(8)), "'0', a BatchNorm1d, needs"),
-    "dropout": (lambda: nn.Sequential(nn.AlphaDropout()), "'0', a AlphaDropout, draws random"),
-}
+NARROW = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 10))
+NORMED = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_layer_that_cannot_lie_in_parts_is_refused_by_name(mesh: Any, name: str) -> None:
-    build, said = REFUSED[name]
-    model = build()
+@every(
+    ("model", "said"),
+    [
+        (nn.Linear(5, 8), "in_features=5, which q = 2 does not divide. Pad it to 6"),
+        (NARROW, r"'1' has out_features=10, which q\^2 = 4 does not divide. Pad it to 12"),
+        (nn.Sequential(nn.Embedding(9, 8)), "'0' has num_embeddings=9, .* Pad it to 1"),
+        (nn.Embedding(8, 6), "embedding_dim=6, .* Pad it to 8"),
+        (nn.LayerNorm(7), "normalized_shape=7, .* Pad it to 8"),
+        (nn.LayerNorm((4, 4)), r"normalizes 2 dimensions \(4, 4\)"),
+        (nn.Embedding(8, 8, max_norm=1.0), "max_norm"),
+        (tied(), "'1.weight' is tied: it is '0.weight' too"),
+        (NORMED, "the weight of '0' is computed from others"),
+        (nn.Sequential(nn.BatchNorm1d(8)), "'0', a BatchNorm1d, needs"),
+        (nn.Sequential(nn.AlphaDropout()), "'0', a AlphaDropout, draws random"),
+    ],
+)
+def test_a_layer_that_cannot_lie_in_parts_is_refused_by_name(
+    mesh: Any, model: nn.Module, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         parallelize_3d(model, mesh)
     assert all(type(each).__module__.startswith("torch") for each in model.modules())
@@ -278,9 +271,8 @@ def test_parts_of_tensors_are_not_saved_as_if_they_were_all(mesh: Any) -> None:
 
 def test_of_64_ranks_each_has_a_64th_and_moves_the_published_bytes() -> None:
     with playing_one_of(64):
-        product = parallelize_3d(
-            nn.Sequential(nn.Linear(64, 128, bias=False)), cube_mesh(4, "cpu")
-        )[0]
+        layer = nn.Sequential(nn.Linear(64, 128, bias=False))
+        product = parallelize_3d(layer, cube_mesh(4, "cpu"))[0]
         assert product.weight.to_local().numel() == 64 * 128 // 64
         inputs = product.cube.replicated(torch.zeros(32, 64))
         inputs = inputs.redistribute(placements=product.cube.activations("l", 2)).requires_grad_()
@@ -289,7 +281,68 @@ def test_of_64_ranks_each_has_a_64th_and_moves_the_published_bytes() -> None:
     assert moved.received == 2 * 3 / 64 * 4 * (32 * 64 + 64 * 128 + 32 * 128)
 
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
+WORDS, WIDTH, HEADS, LENGTH, ROWS = 20, 16, 4, 8, 8
+SECOND = ("*.projection", "*.narrow")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.projection = nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows, length, width = hidden.shape
+        normal = self.before(hidden)
+        heads = (
+            layer(normal).view(rows, length, HEADS, width // HEADS).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        seen = seen.transpose(1, 2).reshape(rows, length, width)
+        hidden = hidden + self.dropout(self.projection(seen))
+        return hidden + self.narrow(nn.functional.gelu(self.wide(self.between(hidden))))
+
+
+class Transformer(nn.Module):
+    """Two blocks, with a parameter of its own that no layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.register_buffer("order", torch.arange(LENGTH).unsqueeze(0))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.Sequential(Block(), Block())
+        self.after, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = (self.words(words) + self.places(self.order)) * self.scale
+        return self.head(self.after(self.blocks(hidden)))
+
+
+def build() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer().double()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Returns the losses and norms of the gradients."""
+    seen = []
+    for step in steps:
+        random = torch.Generator().manual_seed(step)
+        words = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=random)
+        logits = model(words[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        seen += [loss.item(), norm.item()]
+    return seen
+
 
 STEPS = 20
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
