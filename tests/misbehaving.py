@@ -157,13 +157,9 @@ def resume_after(
     path.parent.mkdir(exist_ok=True)
     assert stop(job, data, path, windows, launch, every_rounds=every_rounds), windows
     seen: list[object] = []
-    outcome = run_world(
-        job,
-        data.shards(),
-        ranks_as=ranks_as,
-        checkpoints=interruptions.policy(path, every_rounds=every_rounds),
-        on_event=seen.append,
-    )
+    policy = interruptions.policy(path, every_rounds=every_rounds)
+    how: Any = {"ranks_as": ranks_as, "checkpoints": policy}
+    outcome = run_world(job, data.shards(), on_event=seen.append, **how)
     again = sum(event.examples for event in seen if isinstance(event, WindowReport))
     rows = sum(data.sizes)
     assert 0 < again < rows * job.epochs, windows
@@ -208,20 +204,12 @@ def ranks(
     def launch(averager: Averager) -> Any:
         if averagers is not None:
             averagers.append(averager)
-        workers = [
-            threading.Thread(
-                target=train,
-                args=(
-                    job,
-                    Placement(rank=rank, directory=Path("/tmp")),
-                    averager.address,
-                    shards[s],
-                ),
-                name=f"sparkdl-rank-{rank}",
-                daemon=True,
-            )
-            for s, rank in wanted.items()
-        ]
+        workers = []
+        for shard, rank in wanted.items():
+            place = Placement(rank=rank, directory=Path("/tmp"))
+            of_rank = (job, place, averager.address, shards[shard])
+            named: Any = {"name": f"sparkdl-rank-{rank}", "daemon": True}
+            workers.append(threading.Thread(target=train, args=of_rank, **named))
         return started(workers, 20)
 
     return launch

@@ -24,17 +24,8 @@ from sparkdl.errors import ConfigError
 from sparkdl.large_batches import LARS
 
 FIVES: list[Any] = [
-    5,
-    5.0,
-    np.int8(5),
-    np.uint64(5),
-    np.float16(5),
-    np.longdouble(5),
-    np.array(5),
-    torch.tensor(5),
-    torch.tensor(5.0),
-    Decimal(5),
-    Fraction(5),
+    *(5, 5.0, np.int8(5), np.uint64(5), np.float16(5), np.longdouble(5), np.array(5)),
+    *(torch.tensor(5), torch.tensor(5.0), Decimal(5), Fraction(5)),
 ]
 NO_NUMBERS: list[Any] = [True, np.True_, torch.tensor(True), "5", None, 5j, [5], np.array([5])]
 NOT_FINITE: list[Any] = [math.nan, -math.inf, np.float32("inf"), Decimal("sNaN"), 10**400]
@@ -77,10 +68,8 @@ def test_params_hold_pythons_own_numbers(five: Any) -> None:
     values = {name: made.getOrDefault(name) for name in names}
     assert json.loads(json.dumps(values)) == dict.fromkeys(names, 5)
     assert made.getValidationFraction() == 0.25
-    assert repr((made.getPadCols(), made.getColumnShapes())) in (
-        "({'f': 5}, {'f': [5, 5]})",
-        "({'f': 5.0}, {'f': [5, 5]})",
-    )
+    assert repr(made.getPadCols()) in ("{'f': 5}", "{'f': 5.0}")
+    assert repr(made.getColumnShapes()) == "{'f': [5, 5]}"
     assert made.getProgress() is False
     assert (made.getOutputCols(), made.getFeaturesCols()) == ({"p": 1}, ["a", "b"])
     assert (made.getLabelCols(), type(made.getFeaturesCols()[0])) == (["c", "d"], str)
@@ -91,25 +80,18 @@ def test_params_refuse_what_is_no_number_by_name_when_it_is_set() -> None:
         for value in (True, np.True_, "5", math.nan, math.inf):
             with pytest.raises(ConfigError, match=f"{name} must be"):
                 estimator(**{name: value})
+    model = sparkdl.TorchModel.from_module(nn.Linear(1, 1), torch.zeros(1, 1))
     for name in ("progress", "dropLast", "tls", "groupByLength", "predictCompiled"):
         for value in (1, "yes", np.float32(1), None):
             with pytest.raises(ConfigError, match=f"{name} must be True or False"):
-                estimator(**{name: value}) if name != "predictCompiled" else (
-                    sparkdl.TorchModel.from_module(nn.Linear(1, 1), torch.zeros(1, 1))._set(
-                        predictCompiled=value
-                    )
-                )
+                (model if name == "predictCompiled" else estimator())._set(**{name: value})
 
 
 def test_texts_and_thresholds_that_are_none_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r'param "labelCol"\. .*NoneType'):
         estimator(labelCol=None)
-    classifier = partial(
-        sparkdl.TorchClassifier,
-        model=nn.Linear,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD,
-    )
+    built = {"model": nn.Linear, "loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD}
+    classifier = partial(sparkdl.TorchClassifier, **built)
     for given in ([np.float32(0.5), Decimal("0.5")], np.array([0.5, 0.5])):
         assert classifier(thresholds=given).getThresholds() == [0.5, 0.5]
     for wrong in (["a", "b"], 0.5, [0.5, math.nan], [0.5, True]):
@@ -167,8 +149,5 @@ def test_strategies_callbacks_and_optimizers_refuse_bools_as_numbers() -> None:
 
 def test_counts_agree_with_their_nouns() -> None:
     assert [counted(number, "row") for number in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
-    assert [counted(2, noun) for noun in ("class", "minibatch", "epoch")] == [
-        "2 classes",
-        "2 minibatches",
-        "2 epochs",
-    ]
+    for noun, nouns in (("class", "classes"), ("minibatch", "minibatches"), ("epoch", "epochs")):
+        assert counted(2, noun) == f"2 {nouns}"

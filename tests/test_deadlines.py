@@ -43,15 +43,12 @@ class Blocked:
     """
 
     def __init__(self) -> None:
-        self.there = threading.Event()
-        self._released = threading.Event()
+        self.there, released = threading.Event(), threading.Event()
+        self.release, self._wait = released.set, released.wait
 
     def __call__(self) -> None:
         self.there.set()
-        assert self._released.wait(10 * WAIT_S)
-
-    def release(self) -> None:
-        self._released.set()
+        assert self._wait(10 * WAIT_S)
 
 
 @pytest.fixture
@@ -160,12 +157,8 @@ def test_a_worker_whose_rows_do_not_arrive_is_named_at_the_deadline(
     job = make_job(mlp(), deadline_s=DEADLINE_S)
 
     def other_waits(averager: Averager) -> bool:
-        coordinator = coordinator_of(averager)
-        return (
-            blocked.there.is_set()
-            and 0 in coordinator.shards
-            and coordinator.members.there == {0, 1}
-        )
+        found = coordinator_of(averager)
+        return blocked.there.is_set() and 0 in found.shards and found.members.there == {0, 1}
 
     named, shards = r"^rank 1 on .* of its rows within 60 s", [quick, stuck(slow)]
     require_named_in_time(named, job, shards, [0, 1], clock, other_waits, blocked.release)
@@ -179,9 +172,7 @@ def test_a_slow_upload_does_not_make_its_sender_look_lost(
     sent = threading.Event()
     send_values = Connection.send_values
 
-    def slowly(
-        connection: Connection, values: Tensor, header: dict[str, Any] | None = None
-    ) -> None:
+    def slowly(connection: Connection, values: Tensor, header: Any = None) -> None:
         if threading.current_thread().name == "sparkdl-rank-0" and not sent.is_set():
             if header is not None:
                 connection.send_header(header)

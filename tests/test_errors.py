@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 from sparkdl.errors import (
     CheckpointError,
@@ -25,19 +26,9 @@ from sparkdl.errors import (
 )
 
 PLAIN = [
-    SparkDLError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ModelError,
-    SetupError,
-    TrainingError,
-    WorkerLostError,
-    DeadlineError,
-    PreemptedError,
-    StoppedError,
-    DisconnectedError,
-    RowsLostError,
+    *(SparkDLError, CheckpointError, ConfigError, DataError, ModelError, SetupError),
+    *(TrainingError, WorkerLostError, DeadlineError, PreemptedError, StoppedError),
+    *(DisconnectedError, RowsLostError),
 ]
 
 
@@ -55,19 +46,11 @@ def test_errors_are_caught_by_their_parents() -> None:
 
 
 def test_errors_survive_pickling_with_all_that_they_say() -> None:
+    place: Any = {"rank": 3, "epoch": 2, "step": 17, "worker_traceback": "Traceback ..."}
     errors: list[tuple[SparkDLError, tuple[str, ...]]] = [
         *((kind("what happened"), ()) for kind in PLAIN),
-        *(
-            (kind("their host is gone", ranks=(2, 3)), ("ranks",))
-            for kind in (WorkerLostError, CollectiveError)
-        ),
-        *(
-            (
-                kind("what happened", rank=3, epoch=2, step=17, worker_traceback="Traceback ..."),
-                ("rank", "epoch", "step", "worker_traceback"),
-            )
-            for kind in (WorkerError, NonFiniteError)
-        ),
+        *((kind("gone", ranks=(2, 3)), ("ranks",)) for kind in (WorkerLostError, CollectiveError)),
+        *((kind("what happened", **place), (*place,)) for kind in (WorkerError, NonFiniteError)),
     ]
     lost = []
     for error, attributes in errors:

@@ -16,10 +16,7 @@ import pytest
 import torch
 from by_keyword import run
 from every_row import every
-from misbehaving import (
-    run_with_breaks,
-    seen_through,
-)
+from misbehaving import run_with_breaks, seen_through
 from support.faults import Proxy
 from support.replay import recorded_commits, relative_difference, replay
 from toys import classification, make_job, mlp
@@ -49,12 +46,7 @@ SIZES = [40, 33, 21]
 )
 @pytest.mark.parametrize("exchange_rows", [False, True])
 def test_connections_reset_at_any_byte_cost_no_row(
-    tmp_path: Path,
-    seed: int,
-    optimizer: Any,
-    wire_dtype: Any,
-    within: float,
-    exchange_rows: bool,
+    tmp_path: Path, seed: int, optimizer: Any, wire_dtype: Any, within: float, exchange_rows: bool
 ) -> None:
     """Ten connections break, somewhere between the first byte and the last of the run."""
     generator = random.Random(seed)
@@ -75,10 +67,7 @@ def test_connections_reset_at_any_byte_cost_no_row(
     assert relative_difference(outcome.module, replay(job, shards, commits)) < within
 
 
-@every(
-    ("limits", "max_failures"),
-    [*(([limit], 1) for limit in (10, 110)), ([60] * 3, 0)],
-)
+@every(("limits", "max_failures"), [([10], 1), ([110], 1), ([60] * 3, 0)])
 def test_a_connection_that_breaks_while_the_ends_prove_themselves_is_tried_again(
     tmp_path: Path, limits: list[int], max_failures: int
 ) -> None:

@@ -104,17 +104,15 @@ def test_the_drivers_clock_is_known_to_half_of_the_fastest_round_trip(
 
 
 def window(rank: int, step: int, examples: int, loss_sum: float) -> WindowReport:
-    return WindowReport(
-        rank=rank, epoch=2, step=step, examples=examples, loss_sum=loss_sum, last=False
-    )
+    said = {"rank": rank, "epoch": 2, "step": step, "last": False}
+    return WindowReport(examples=examples, loss_sum=loss_sum, **said)
 
 
 def test_the_loss_is_the_mean_over_rows_and_not_over_windows() -> None:
     windows = [window(0, 5, 90, 90 * 1.0), window(1, 5, 10, 10 * 2.0)]
     summary = summarize_epoch(2, sums_of(windows), rounds=7, seconds=4.0, workers=2)
-    assert summary == EpochSummary(
-        epoch=2, loss=1.1, examples=100, rounds=7, seconds=4.0, workers=2
-    )
+    told = {"epoch": 2, "rounds": 7, "seconds": 4.0, "workers": 2}
+    assert summary == EpochSummary(loss=1.1, examples=100, **told)
     assert summary.examples_per_second == 25.0
 
 
@@ -129,17 +127,13 @@ def test_the_bits_do_not_depend_on_the_order_in_which_the_ranks_report(
     of_rank = {rank: iter([w for w in windows if w.rank == rank]) for rank in ranks}
     random.Random(shuffle_seed).shuffle(ranks)
     shuffled = sums_of(next(of_rank[rank]) for rank in ranks)
-    assert summarize_epoch(2, sums_of(windows), 1, 1.0, 2) == summarize_epoch(
-        2, shuffled, 1, 1.0, 2
-    )
+    first, second = (summarize_epoch(2, s, 1, 1.0, 2) for s in (sums_of(windows), shuffled))
+    assert first == second
 
 
-def test_an_epoch_without_examples_has_no_loss() -> None:
+def test_an_epoch_without_examples_has_no_loss_and_one_in_no_time_an_infinite_rate() -> None:
     summary = summarize_epoch(1, sums_of([window(0, 0, 0, 0.0)]), 1, 1.0, 1)
     assert math.isnan(summary.loss)
     assert summary.examples == 0
-
-
-def test_an_epoch_in_no_time_has_an_infinite_rate() -> None:
     summary = EpochSummary(epoch=1, loss=0.0, examples=3, rounds=1, seconds=0.0)
     assert summary.examples_per_second == float("inf")

@@ -99,16 +99,10 @@ def test_the_list_is_found_in_a_package_that_is_zipped(tmp_path: Path) -> None:
         (tmp_path / "sparkdl").mkdir(exist_ok=True)
         shutil.copy(ROOT / "sparkdl" / name, tmp_path / "sparkdl" / name)
     zipped = shutil.make_archive(str(tmp_path / "package"), "zip", tmp_path, "sparkdl")
-    program = (
-        f"import sys; sys.path.insert(0, {zipped!r}); import sparkdl; print(sparkdl.__file__, "
-    )
-    program += "sparkdl.__version__, len(sparkdl.__all__))"
-    printed = printed_by("-c", program)
-    assert printed.split() == [
-        f"{zipped}/sparkdl/__init__.py",
-        sparkdl.__version__,
-        str(len(listed())),
-    ]
+    program = f"import sys; sys.path.insert(0, {zipped!r}); import sparkdl; "
+    program += "print(sparkdl.__file__, sparkdl.__version__, len(sparkdl.__all__))"
+    found = [f"{zipped}/sparkdl/__init__.py", sparkdl.__version__, str(len(listed()))]
+    assert printed_by("-c", program).split() == found
 
 
 PYTEST_TWICE = Path(__file__).parents[1] / ".ci" / "pytest_twice.py"

@@ -86,10 +86,8 @@ def test_callbacks_are_told_of_each_loss_after_which_all_start_again(
     tmp_path: Path, strategy: Strategy, options: FeedOptions
 ) -> None:
     job = misbehaving(tmp_path / "wild", strategy, after=8, times=2, feed=options)
-    losses = Losses()
-    outcome = run_world(
-        job, classification(SIZES).shards(), ranks_as="processes", callbacks=[losses]
-    )
+    losses, shards = Losses(), classification(SIZES).shards()
+    outcome = run_world(job, shards, ranks_as="processes", callbacks=[losses])
     assert len(outcome.history) == 3
     assert [rank for rank, _ in losses.told] == [1, 1]
     assert all("rank 1" in why for _, why in losses.told)
@@ -122,43 +120,26 @@ def test_a_loss_of_nobody_knows_whom_is_told_of_too() -> None:
     calls = Calls([losses], Training(1))
     calls(WorkersRestarted("the Spark job failed"))
     calls(WorkersRestarted("their host is gone", (2, 3)))
-    assert losses.told == [
-        (None, "the Spark job failed"),
-        (2, "their host is gone"),
-        (3, "their host is gone"),
-    ]
+    gone = "their host is gone"
+    assert losses.told == [(None, "the Spark job failed"), (2, gone), (3, gone)]
 
 
 @every(
-    ("strategy", "settings", "passes", "error", "message"),
+    ("sharded", "settings", "passes", "error", "message"),
     [
         (
-            GradientAllReduce(),
-            {"times": 99, "max_failures": 2},
-            6 + 3 + 1 + 1,
-            WorkerLostError,
-            r"3 workers were lost, .*maxFailures .*\(2\): .*rank 1",
+            *(False, {"times": 99, "max_failures": 2}, 6 + 3 + 1 + 1),
+            *(WorkerLostError, r"3 workers were lost, .*maxFailures .*\(2\): .*rank 1"),
         ),
         # No commit holds what it would have to start from.
-        (GradientAllReduce(shard_optimizer=True), {}, 9, WorkerLostError, "rank 1"),
-        (
-            GradientAllReduce(),
-            {"deed": explode},
-            9,
-            WorkerError,
-            r"rank 1, epoch 2, step 14: .*the user's own mistake",
-        ),
+        (True, {}, 9, WorkerLostError, "rank 1"),
+        (False, {"deed": explode}, 9, WorkerError, r"epoch 2, step 14: .*the user's own mistake"),
     ],
 )
 def test_one_loss_too_many_or_the_users_error_ends_the_run(
-    tmp_path: Path,
-    strategy: Strategy,
-    settings: dict[str, Any],
-    passes: int,
-    error: type[Exception],
-    message: str,
+    tmp_path: Path, sharded: bool, settings: Any, passes: int, error: Any, message: str
 ) -> None:
-    job = misbehaving(tmp_path / "lost", strategy, **settings)
+    job = misbehaving(tmp_path / "lost", GradientAllReduce(shard_optimizer=sharded), **settings)
     with pytest.raises(error, match=message):
         run_world(job, classification(SIZES).shards(), ranks_as="processes")
     assert passes_in(tmp_path / "lost") == passes
@@ -191,9 +172,8 @@ def test_workers_that_cannot_start_again_say_why_they_had_to(tmp_path: Path) -> 
         raise ConfigError("2 workers need a gang-scheduled start, but there is 1 slot")
 
     job = misbehaving(tmp_path / "wild", GradientAllReduce(), after=3)
-    launch = another_way_the_second_time(
-        _processes(job, classification([12, 8]).shards(), tmp_path), refuse
-    )
+    first = _processes(job, classification([12, 8]).shards(), tmp_path)
+    launch = another_way_the_second_time(first, refuse)
     with pytest.raises(WorkerLostError, match=r"rank 1 .*could not be restarted: .* 1 slot"):
         run(job, 2, launch)
 
