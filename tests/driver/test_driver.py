@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -95,19 +96,10 @@ def test_failed_runs_leave_no_thread_and_no_port_behind(addresses: list[tuple[st
 def test_two_runs_at_once_do_not_disturb_each_other() -> None:
     jobs = [make_job(mlp(seed=seed), epochs=3) for seed in (1, 2)]
     data = classification([14, 9])
-    alone = [run_world(job, data.shards()).module.state_dict() for job in jobs]
-    together: dict[int, dict[str, torch.Tensor]] = {}
-
-    def work(index: int) -> None:
-        together[index] = run_world(jobs[index], data.shards()).module.state_dict()
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for index in range(2):
-        assert all(torch.equal(alone[index][k], together[index][k]) for k in alone[index])
+    alone = [run_world(job, data.shards()) for job in jobs]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda job: run_world(job, data.shards()), jobs))
+    assert all(map(same_bits, alone, together))
 
 
 def test_an_error_of_the_launcher_ends_the_run() -> None:

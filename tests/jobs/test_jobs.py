@@ -155,19 +155,15 @@ def test_an_ended_job_leaves_its_meaning_and_no_second_message(
     assert caplog.text == ""
 
 
-def callbacks_of(arguments: list[str]) -> Any:
-    settings = read_settings("train", arguments)
-    context: Any = SimpleNamespace(settings=settings, checkpoints=None)
-    return _estimator(context).getCallbacks()
-
-
 def test_a_person_sees_that_a_training_resumes_and_each_epoch_without_a_progress_bar(
     tmp_path: Path, case: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_configuration(tmp_path, case["said"])
     for progress, shown in (("false", 1), ("true", 0)):
         arguments = ["--config", config, "--estimator.progress", progress]
-        (lines,) = callbacks_of(arguments)
+        settings = read_settings("train", arguments)
+        context: Any = SimpleNamespace(settings=settings, checkpoints=None)
+        (lines,) = _estimator(context).getCallbacks()
         logs.configure("text", None, {})
         ended = EpochSummary(epoch=2, loss=0.25, examples=400, rounds=3, seconds=1.5)
         training = Training(6, history=[ended], resumed=True, step=20)
@@ -254,17 +250,14 @@ def test_last_words_that_nobody_reads_do_not_change_the_exit_code(
         assert words in done.stderr
 
 
-LARGER = {"AUC": True, "log-loss": False}
+def table(**metrics: tuple[float, float]) -> str:
+    names = ("AUC", "log-loss")
+    scores = [Score(each, dict(zip(names, metrics[each], strict=True)), 2.0) for each in metrics]
+    return format_scores(scores, {"AUC": True, "log-loss": False})
 
 
 def scores(auc: float, log_loss: float) -> str:
-    known = {"constant": (0.5, 0.7), "baseline": (0.7, 0.5)}
-    of_all = [score(name, *metrics) for name, metrics in known.items()]
-    return format_scores([*of_all, score("network", auc, log_loss)], LARGER)
-
-
-def score(name: str, auc: float, log_loss: float) -> Score:
-    return Score(name=name, metrics={"AUC": auc, "log-loss": log_loss}, seconds=2.0)
+    return table(constant=(0.5, 0.7), baseline=(0.7, 0.5), network=(auc, log_loss))
 
 
 def test_the_table_says_when_the_network_does_not_win() -> None:
@@ -272,7 +265,7 @@ def test_the_table_says_when_the_network_does_not_win() -> None:
     assert "beats every baseline on AUC, but not on log-loss." in scores(0.71, 0.5)
     assert "beats every baseline on log-loss, but not on AUC." in scores(0.7, 0.49)
     assert "does not beat the best baseline on AUC or log-loss." in scores(0.69, 0.51)
-    assert "beat" not in format_scores([score("network", 0.7, 0.5)], LARGER)
+    assert "beat" not in table(network=(0.7, 0.5))
 
 
 def test_columns_are_as_wide_as_their_names() -> None:
@@ -287,12 +280,8 @@ PROJECT = Path(__file__).parents[2]
 
 @pytest.mark.gate
 @pytest.mark.versions
-def test_spark_submit_runs_the_training_job(tmp_path: Path) -> None:
-    make_table(tmp_path / "table")
-    said = configuration(tmp_path)
-    said["baselines"] = {}
-    said["session"] = {}
-    config = write_configuration(tmp_path, said)
+def test_spark_submit_runs_the_training_job(tmp_path: Path, case: dict[str, Any]) -> None:
+    config = write_configuration(tmp_path, {**case["said"], "session": {}})
     submit = [Path(pyspark.__file__).parent / "bin" / "spark-submit"]
     submit += ["--master", "local-cluster[2,1,1024]", "--conf", "spark.ui.enabled=false"]
     submit += ["--conf", "spark.executor.memory=1024m", PROJECT / "jobs" / "train.py"]

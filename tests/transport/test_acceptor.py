@@ -10,7 +10,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,41 +59,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     return clock
 
 
-@contextlib.contextmanager
-def listening(clock: VirtualClock, kind: str = "tcp") -> Iterator[Port]:
-    port = Port(HOST, TOKEN, greet, encrypted=kind == "encrypted", now=clock)
-    try:
-        yield port
-    finally:
-        port.close()
+def listening(clock: VirtualClock, kind: str = "tcp") -> contextlib.closing[Port]:
+    encrypted = kind == "encrypted"
+    return contextlib.closing(Port(HOST, TOKEN, greet, encrypted=encrypted, now=clock))
 
 
-def address_of(port: Port, kind: str) -> tuple[str, int] | bytes:
-    if kind != "local":
-        return HOST, port.number
-    name = local.name_of(HOST, port.number, TOKEN)
-    assert name is not None
-    return name
+def address_of(port: Port, kind: str) -> Any:
+    place = HOST, port.number
+    return local.name_of(*place, TOKEN) if kind == "local" else place
 
 
 def join(port: Port, clock: VirtualClock) -> float:
     """The seconds that pass until a worker is let in and greeted."""
     began = clock.passed
-    address = (HOST, port.number)
-    connection = reach(
-        lambda: ServiceAddress(*address, TOKEN, port.fingerprint).connect(0, "the driver", WAIT_S),
-        WAIT_S,
-    )
-    assert connection.receive_header() == {"welcome": True}
-    connection.close()
+    address = ServiceAddress(HOST, port.number, TOKEN, port.fingerprint)
+    with contextlib.closing(
+        reach(lambda: address.connect(0, "the driver", WAIT_S), WAIT_S)
+    ) as connection:
+        assert connection.receive_header() == {"welcome": True}
     return clock.passed - began
 
 
 def stranger_at(port: Port, kind: str) -> socket.socket:
-    address = address_of(port, kind)
     stranger = socket.socket(socket.AF_UNIX if kind == "local" else socket.AF_INET)
     stranger.settimeout(WAIT_S)
-    stranger.connect(address)
+    stranger.connect(address_of(port, kind))
     return stranger
 
 
@@ -173,10 +162,8 @@ def test_when_there_are_too_many_the_source_that_has_most_suffers(clock: Virtual
     with listening(clock) as port, contextlib.ExitStack() as stack:
 
         def come_from(source: str) -> socket.socket:
-            address = (HOST, port.number)
-            end = stack.enter_context(
-                socket.create_connection(address, WAIT_S, source_address=(source, 0))
-            )
+            end = socket.create_connection((HOST, port.number), WAIT_S, (source, 0))
+            stack.enter_context(end)
             assert len(end.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
             return end
 

@@ -11,12 +11,7 @@ from random import Random
 
 import pytest
 
-from sparkdl.transport.sockets import (
-    RECORD_BYTES,
-    Certificate,
-    Encrypted,
-    connect,
-)
+from sparkdl.transport.sockets import RECORD_BYTES, Certificate, Encrypted, connect
 
 PATIENCE_S = 20.0
 MUCH = 8 << 20
