@@ -19,6 +19,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from every_row import every
 from torch import nn
 
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer
@@ -154,61 +155,33 @@ def test_a_cell_that_is_run_again_defines_the_same() -> None:
         assert same(cell(source), cloudpickle.loads(cloudpickle.dumps(cell(source))))
 
 
-def test_what_does_something_else_is_told_by_the_part(subtests: pytest.Subtests) -> None:
-    for before, after, part in [
-        ("it = lambda o: o + 1", "it = lambda o: o + 2", "its code"),
-        ("it = lambda o: o.sum()", "it = lambda o: o.mean()", "its code"),
-        ("def it(o, k=1): return k", "def it(o, k=2): return k", "default of k"),
-        ("def it(o, *, k=1): return k", "def it(o, *, k=2): return k", "default of k"),
-        ("a = 1\ndef it(o): return a", "a = 2\ndef it(o): return a", "variable a"),
-        (
-            "a = torch.ones(2)\ndef it(o): return a",
-            "a = torch.zeros(2)\ndef it(o): return a",
-            "variable a",
-        ),
-        (
-            "def h(o): return 1\ndef it(o): return h(o)",
-            "def h(o): return 2\ndef it(o): return h(o)",
-            "variable h",
-        ),
-        (
-            "def f(k):\n  return lambda o: k\nit = f({1: [2]})",
-            "def f(k):\n  return lambda o: k\nit = f({1: [3]})",
-            "variable k",
-        ),
-        (
-            "def it(o):\n  def inner(x):\n    return x + 1\n  return inner(o)",
-            "def it(o):\n  def inner(x):\n    return x + 2\n  return inner(o)",
-            "its code",
-        ),
-        (
-            "class it(nn.Module):\n  def forward(self, x):\n    return x",
-            "class it(nn.Module):\n  def forward(self, x):\n    return -x",
-            "its forward",
-        ),
-        ("class it:\n  k = 1", "class it:\n  k = 2", "its k"),
-        (
-            "class B:\n  def f(self): return 1\nclass it(B): pass",
-            "class B:\n  def f(self): return 2\nclass it(B): pass",
-            "its bases",
-        ),
+@every(
+    ("source", "part"),
+    [
+        ("it = lambda o: o + $", "its code"),
+        ("it = lambda o: o.f$()", "its code"),
+        ("def it(o, k=$): return k", "default of k"),
+        ("def it(o, *, k=$): return k", "default of k"),
+        ("a = $\ndef it(o): return a", "variable a"),
+        ("a = torch.full((2,), $)\ndef it(o): return a", "variable a"),
+        ("def h(o): return $\ndef it(o): return h(o)", "variable h"),
+        ("def f(k):\n  return lambda o: k\nit = f({1: [$]})", "variable k"),
+        ("def it(o):\n  def inner(x):\n    return x + $\n  return inner(o)", "its code"),
+        ("class it(nn.Module):\n  def forward(self, x):\n    return x * $", "its forward"),
+        ("class it:\n  k = $", "its k"),
+        ("class B:\n  def f(self): return $\nclass it(B): pass", "its bases"),
         (
             "class C:\n  def __init__(self, k): self.k = k\n  def __repr__(self): return 'C'\n"
-            "it = C(1)",
-            "class C:\n  def __init__(self, k): self.k = k\n  def __repr__(self): return 'C'\n"
-            "it = C(2)",
+            "it = C($)",
             "attribute k",
         ),
-        (
-            "class it:\n  @property\n  def f(self): return 1",
-            "class it:\n  @property\n  def f(self): return 2",
-            "its f",
-        ),
-    ]:
-        with subtests.test(before=before, after=after, part=part):
-            found = line(cell(before), cell(after))
-            assert "differs in its" in found
-            assert part in found
+        ("class it:\n  @property\n  def f(self): return $", "its f"),
+    ],
+)
+def test_what_does_something_else_is_told_by_the_part(source: str, part: str) -> None:
+    found = line(*(cell(source.replace("$", number)) for number in "12"))
+    assert "differs in its" in found
+    assert part in found
 
 
 def test_objects_whose_text_tells_them_apart_are_told_by_it() -> None:
@@ -360,23 +333,16 @@ def test_a_number_that_is_new_each_time_is_named() -> None:
     assert "attribute tag" in line(Tagged(), Tagged())
 
 
-def test_a_checkpoint_that_says_nothing_of_its_training_is_refused_in_words(
-    subtests: pytest.Subtests,
-) -> None:
-    for loss in [
-        {},
-        {"is": "MSELoss()"},
-        {**describe(nn.MSELoss()), "parts": {}, "is": None},
-        {**describe(nn.MSELoss()), "parts": 7},
-    ]:
-        with (
-            subtests.test(loss=loss),
-            pytest.raises(CheckpointError, match="here does not say what training it belongs to"),
-        ):
-            require_same("here", {"loss": loss}, {"loss": describe(nn.MSELoss())})
+MEAN = describe(nn.MSELoss())
+
+
+@every("loss", [{}, {"is": "MSELoss()"}, {**MEAN, "parts": {}, "is": None}, {**MEAN, "parts": 7}])
+def test_a_checkpoint_that_says_nothing_of_its_training_is_refused_in_words(loss: Any) -> None:
+    with pytest.raises(CheckpointError, match="here does not say what training it belongs to"):
+        require_same("here", {"loss": loss}, {"loss": MEAN})
 
 
 def test_texts_that_differ_in_the_end_of_the_last_line_are_told_apart() -> None:
-    now = describe(nn.MSELoss())
+    ended = {**MEAN, "is": MEAN["is"] + "\n", "parts": {}}
     with pytest.raises(ConfigError, match="loss: was MSELoss"):
-        require_same("here", {"loss": {**now, "is": now["is"] + "\n", "parts": {}}}, {"loss": now})
+        require_same("here", {"loss": ended}, {"loss": MEAN})
