@@ -7,7 +7,6 @@ import importlib
 import json
 import pkgutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -106,20 +105,13 @@ def test_errors_and_explanations_of_params_show_no_credentials() -> None:
 SECRETS = ("token", "secret", "password")
 
 
-def dataclasses_of_sparkdl() -> set[type[Any]]:
-    found = set()
-    for module in pkgutil.walk_packages(sparkdl.__path__, "sparkdl."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, type) and dataclasses.is_dataclass(value):
-                found.add(value)
-    return found
-
-
 def test_no_dataclass_shows_a_secret_in_its_repr() -> None:
     secret = {
-        (kind.__qualname__, field.name): field.repr
-        for kind in dataclasses_of_sparkdl()
-        for field in dataclasses.fields(kind)
+        (value.__qualname__, field.name): field.repr
+        for module in pkgutil.walk_packages(sparkdl.__path__, "sparkdl.")
+        for value in vars(importlib.import_module(module.name)).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+        for field in dataclasses.fields(value)
         if field.name in SECRETS
     }
     assert {"ServiceAddress"} <= {name for name, _ in secret}

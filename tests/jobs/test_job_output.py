@@ -183,8 +183,7 @@ def test_what_came_to_the_outputs_place_after_an_attempt_was_killed_is_not_repla
         store.dies_after = None
         if any(name.startswith("bucket/out/") for name in store.objects):
             break
-        with store.open_output_stream("bucket/out/precious") as file:
-            file.write(b"of somebody else")
+        store.objects["bucket/out/precious"] = b"of somebody else"
         if not any(name.endswith(MOVING) for name in store.objects):
             for _ in range(2):
                 with pytest.raises(ConfigError, match="was not written by a job"):
@@ -302,10 +301,9 @@ def test_an_attempt_that_lost_its_lease_commits_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(lease.time, "sleep", lambda seconds: None)
     said = {"id": "other", "host": "h", "boot": "b", "process": "1", "application": "x"}
     with late.claimed():
-        with store.open_output_stream("bucket/out.sparkdl-job/in-use.json") as file:
-            file.write(json.dumps({**said, "since": "now", "renewals": "1"}).encode())
-        with store.open_output_stream(f"{late.staged}/module.json") as file:
-            file.write(b"1")
+        other = json.dumps({**said, "since": "now", "renewals": "1"}).encode()
+        store.objects["bucket/out.sparkdl-job/in-use.json"] = other
+        store.objects[f"{late.staged}/module.json"] = b"1"
         with pytest.raises(CheckpointError, match="did not renew its lease"):
             late.commit({})
     assert not any(name.startswith("bucket/out/") for name in store.objects)
@@ -362,12 +360,9 @@ def test_a_file_that_the_job_misses_is_told_as_it_is(tmp_path: Path, run_id: str
 def test_a_marker_that_names_files_outside_moves_none_of_them() -> None:
     store = ObjectStore()
     attempt(stored(store), run_of("a"))
-    with store.open_output_stream("bucket/theirs") as file:
-        file.write(b"kept")
-    staged = "bucket/out.sparkdl-staged-0"
+    store.objects["bucket/theirs"] = b"kept"
     said = {"job": "train", "run_id": "b", "configuration_sha256": "c"}
-    with store.open_output_stream(f"{staged}/{MARKER}") as file:
-        file.write(json.dumps({**said, "files": {"../theirs": None}}).encode())
+    marker = json.dumps({**said, "files": {"../theirs": None}}).encode()
+    store.objects[f"bucket/out.sparkdl-staged-0/{MARKER}"] = marker
     assert attempt(stored(store), run_of("b"))[1]
-    with store.open_input_stream("bucket/theirs") as file:
-        assert file.read() == b"kept"
+    assert store.objects["bucket/theirs"] == b"kept"

@@ -251,8 +251,10 @@ def test_last_words_that_nobody_reads_do_not_change_the_exit_code(
 
 
 def table(**metrics: tuple[float, float]) -> str:
-    names = ("AUC", "log-loss")
-    scores = [Score(each, dict(zip(names, metrics[each], strict=True)), 2.0) for each in metrics]
+    scores = [
+        Score(name=name, metrics={"AUC": auc, "log-loss": log_loss}, seconds=2.0)
+        for name, (auc, log_loss) in metrics.items()
+    ]
     return format_scores(scores, {"AUC": True, "log-loss": False})
 
 
