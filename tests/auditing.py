@@ -10,13 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 _HARMLESS = {
-    "builtins.id",
-    "object.__delattr__",
-    "object.__getattr__",
-    "object.__setattr__",
-    "os.listdir",
-    "os.scandir",
-    "sys._getframe",
+    *("builtins.id", "object.__delattr__", "object.__getattr__", "object.__setattr__"),
+    *("os.listdir", "os.scandir", "sys._getframe"),
 }
 _STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "socket.bind", "subprocess.Popen"}
 _watching: dict[int, list[str]] = {}

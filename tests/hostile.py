@@ -21,28 +21,12 @@ LINEAR = "torch.nn.modules.linear:Linear"
 SEQUENTIAL = "torch.nn.modules.container:Sequential"
 RELU = "torch.nn.modules.activation:ReLU"
 HOSTILE = [
-    "os:system",
-    "posix:system",
-    "subprocess:Popen",
-    "subprocess:call",
-    "builtins:eval",
-    "builtins:exec",
-    "builtins:__import__",
-    "builtins:getattr",
-    "functools:partial",
-    "importlib:import_module",
-    "shutil:rmtree",
-    "this:s",
-    "planted:Net",
-    "__main__:run",
-    "models:Net",
-    "torch:load",
-    "torch:save",
-    "torch.hub:load",
-    "torch.utils.cpp_extension:load",
-    "torch.utils.collect_env:run",
-    "torch.jit:load",
-    "torch._dynamo:optimize",
+    *("os:system", "posix:system", "subprocess:Popen", "subprocess:call"),
+    *("builtins:eval", "builtins:exec", "builtins:__import__", "builtins:getattr"),
+    *("functools:partial", "importlib:import_module", "shutil:rmtree"),
+    *("this:s", "planted:Net", "__main__:run", "models:Net"),
+    *("torch:load", "torch:save", "torch.hub:load", "torch.utils.cpp_extension:load"),
+    *("torch.utils.collect_env:run", "torch.jit:load", "torch._dynamo:optimize"),
     "torch.nn:modules.os.system",
     "torch.nn.modules.module:Module.__init__.__globals__",
     "torch.nn.modules.module:torch.load",
@@ -54,14 +38,7 @@ HOSTILE = [
     "sparkdl.spark.functions.run:run",
     "sparkdl.checkpoint.object_spec:pickle.loads",
     "sparkdl.testing:run_world",
-    "",
-    ":",
-    "os",
-    "os:",
-    ":system",
-    "os:system:system",
-    ".os:system",
-    "os.:system",
+    *("", ":", "os", "os:", ":system", "os:system:system", ".os:system", "os.:system"),
     "o\0s:system",
 ]
 """Names that must neither be imported nor called."""
@@ -131,18 +108,12 @@ def saved_estimator(directory: Path, **files: Json) -> str:
 numbers = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 6), st.floats(), st.text(max_size=8), st.just(2**70)
 )
+KEYS = ["import", "new", "partial", "args", "kwargs", "list", "dict", "pickle"]
 arbitrary = st.recursive(
     numbers,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.sampled_from(
-                ["import", "new", "partial", "args", "kwargs", "list", "dict", "pickle"]
-            )
-            | st.text(max_size=5),
-            inner,
-            max_size=3,
-        ),
+        st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=5), inner, max_size=3),
     ),
     max_leaves=8,
 )
@@ -159,14 +130,8 @@ paths = st.one_of(
     st.text(max_size=12),
 )
 arguments = [
-    "in_features",
-    "out_features",
-    "modules",
-    "args",
-    "command",
-    "self",
-    "inplace",
-    "module",
+    *("in_features", "out_features", "modules", "args"),
+    *("command", "self", "inplace", "module"),
 ]
 
 
@@ -174,17 +139,11 @@ def larger(inner: st.SearchStrategy[Json]) -> st.SearchStrategy[Json]:
     positional = st.lists(inner, max_size=3)
     by_name = st.dictionaries(st.sampled_from(arguments), inner, max_size=3)
     called = st.builds(named, paths)
+    fixed = st.fixed_dictionaries
     return st.one_of(
-        st.builds(lambda a, k: {"new": a, "kwargs": k}, called, by_name),
-        st.builds(
-            lambda f, a, k: {"partial": f, "args": a, "kwargs": k},
-            st.one_of(called, inner),
-            positional,
-            by_name,
-        ),
-        st.builds(lambda items: {"list": items}, positional),
-        st.builds(lambda items: {"tuple": items}, positional),
-        st.builds(lambda items: {"dict": items}, by_name),
+        fixed({"new": called, "kwargs": by_name}),
+        fixed({"partial": st.one_of(called, inner), "args": positional, "kwargs": by_name}),
+        *(fixed({"list": positional}), fixed({"tuple": positional}), fixed({"dict": by_name})),
     )
 
 
