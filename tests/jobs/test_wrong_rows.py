@@ -91,6 +91,7 @@ def test_a_wrong_value_of_what_spark_fits_or_measures_with_ends_before_the_train
         (evaluate_main, [], (2, "there is no model at ")),
         (train_main, ["--source.init_args.path", "/nowhere"], (3, "/nowhere")),
         (train_main, ["--rows.train", "no_such_column > 1"], (3, "no_such_column")),
+        (train_main, ["--rows.test", "part = 'nothing'"], (3, "there are 0 rows to evaluate on")),
     ],
 )
 @pytest.mark.usefixtures("nothing_is_trained")
@@ -99,11 +100,3 @@ def test_what_is_not_there_is_named_by_the_job_that_misses_it(
 ) -> None:
     code, why = failed(job, tmp_path, said, *arguments)
     assert (code, told[1] in why) == (told[0], True)
-
-
-@pytest.mark.usefixtures("nothing_is_trained")
-def test_train_without_rows_to_evaluate_on_ends_before_the_training(
-    tmp_path: Path, said: dict[str, Any]
-) -> None:
-    code, why = failed(train_main, tmp_path, said, "--rows.test", "part = 'nothing'")
-    assert (code, "there are 0 rows to evaluate on" in why) == (3, True)
