@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
 import imagehash
 import numpy as np
+from pictures import encoded
 from PIL import Image
 from pyspark.sql import DataFrame
 from sklearn.datasets import load_digits
@@ -23,12 +23,6 @@ IMAGEHASH = {
 
 def png(image: Image.Image, **options: Any) -> bytes:
     return encoded(image, "PNG", **options)
-
-
-def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
-    target = io.BytesIO()
-    image.save(target, form, **options)
-    return target.getvalue()
 
 
 def word(image: Image.Image, kind: str) -> int:

@@ -14,7 +14,8 @@ import pytest
 from every_row import every
 from hypothesis import given
 from hypothesis import strategies as st
-from near_rows import IMAGEHASH, bits_apart, digits, encoded, png, word
+from near_rows import IMAGEHASH, bits_apart, digits, png, word
+from pictures import encoded
 from PIL import Image, ImageDraw, ImageOps
 
 from sparkdl import NearDuplicates
