@@ -30,6 +30,7 @@ from sparkdl.averager.coordination.run_state import Restart
 from sparkdl.averager.run_events import Progress
 from sparkdl.averager.service.saving import Snapshot
 from sparkdl.callbacks import Callback, Training
+from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, serving
 from sparkdl.driver.resizing import Resize
 from sparkdl.errors import ConfigError, WorkerError
