@@ -44,13 +44,11 @@ MAY_SKIP = os.environ.get("MAY_SKIP")
 
 STARTS_NOTHING = {
     "averager/coordination",
-    "averager/test_cutoff.py",
     "averager/test_headers.py",
     "averager/test_round_policy.py",
     "averager/values",
     "docs",
     "planner/simulation",
-    "planner/test_knapsack.py",
     "planner/test_layer_balance.py",
     "planner/test_layer_splits.py",
     "planner/test_step_memory.py",

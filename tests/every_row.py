@@ -47,6 +47,20 @@ def every(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], T
     return decorate
 
 
+def every_row(*table: Any) -> Callable[[Test], Test]:
+    """Call a test for each row, within one test: a tuple has the values of its last arguments.
+
+    Of rows that are no tuples each is the value of the last argument alone.
+    """
+    (width,) = {len(row) if isinstance(row, tuple) else 0 for row in table}
+
+    def decorate(test: Test) -> Test:
+        arguments = list(inspect.signature(test).parameters)[-max(width, 1) :]
+        return every(arguments, table)(test)
+
+    return decorate
+
+
 def _of_the_row(fixtures: dict[str, Any], index: int, until_done: ExitStack) -> dict[str, Any]:
     given = dict(fixtures)
     if "tmp_path" in given:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every_row
 from subprocesses import printed_by
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -52,18 +52,15 @@ def run(**ratios: float) -> dict[str, Any]:
     }
 
 
-@every(
-    ("here", "there", "worse"),
-    [
-        # A longer time and a lower speed.
-        ([run(time=2.2, speed=2.0)], [run(time=2.0, speed=2.2)], [1.1, 1.1]),
-        # The median of the turns counts.
-        ([run(time=1.0), run(time=9.0), run(time=1.02)], [run(time=1.0)] * 3, [1.02]),
-        # Nothing in both, and something beside nothing.
-        ([run(threads=0.0, memory=1.0)], [run(threads=0.0, memory=0.0)], [1.0, float("inf")]),
-        # What only one of them claims is left out.
-        ([run(time=1.0, memory=3.0)], [run(time=1.0, speed=3.0)], [1.0]),
-    ],
+@every_row(
+    # A longer time and a lower speed.
+    ([run(time=2.2, speed=2.0)], [run(time=2.0, speed=2.2)], [1.1, 1.1]),
+    # The median of the turns counts.
+    ([run(time=1.0), run(time=9.0), run(time=1.02)], [run(time=1.0)] * 3, [1.02]),
+    # Nothing in both, and something beside nothing.
+    ([run(threads=0.0, memory=1.0)], [run(threads=0.0, memory=0.0)], [1.0, float("inf")]),
+    # What only one of them claims is left out.
+    ([run(time=1.0, memory=3.0)], [run(time=1.0, speed=3.0)], [1.0]),
 )
 def test_each_claim_that_both_make_is_so_many_times_worse_here(
     here: list[Any], there: list[Any], worse: list[float]

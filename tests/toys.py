@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,26 @@ def classification(
 
 def schema(width: int = 6, dtype: torch.dtype = torch.float64) -> FeedSchema:
     return FeedSchema((ColumnSpec("features", dtype, (width,)),), ColumnSpec("label", torch.int64))
+
+
+class HeldOut(Data):
+    """Of which every third row of each worker is held out by ``held_out_schema``."""
+
+    def shards(self, rows_a_batch: int = 7) -> list[list[pa.RecordBatch]]:
+        return [
+            batches_of(rows_a_batch, features=f, label=t, held=np.arange(len(t)) % 3 == 0)
+            if len(t)
+            else []
+            for f, t in map(self.shard, range(len(self.sizes)))
+        ]
+
+
+def held_out(sizes: Sequence[int]) -> HeldOut:
+    return HeldOut(**vars(classification(sizes)))
+
+
+def held_out_schema() -> FeedSchema:
+    return replace(schema(), validation=ColumnSpec("held", torch.bool))
 
 
 def mlp(width: int = 6, classes: int = 3, seed: int = 3) -> nn.Module:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every_row
 from hostile import damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,82 +63,79 @@ STATES = {"states": MAX_STATES_BYTES // 4}
 SAYS_SO = "rank 3 sent"
 
 
-@every(
-    ("read", "header", "words", "wrong"),
-    [
-        (
-            of_rank_3(WindowReport, "window"),
-            MEASURED,
-            SAYS_SO,
-            at("window.", "examples", "loss_sum", "epoch", "step", "group_weight", wrong=TOO_LARGE),
-        ),
-        (
-            of_rank_3(WindowReport, "window"),
-            MEASURED,
-            SAYS_SO,
-            {"window.measured.noise": [HUGE, -HUGE, math.inf, math.nan, True, None]},
-        ),
-        (
-            of_rank_3(WindowReport, "window"),
-            MEASURED,
-            SAYS_SO,
-            {"window.rank": [2], "window.staleness": [1], "window.counted": [-1.0, math.nan]},
-        ),
-        (
-            of_rank_3(ValidationReport, "validation"),
-            {"validation": asdict(VALIDATION)},
-            SAYS_SO,
-            at("validation.", "examples", "loss_sum", "weight", wrong=TOO_LARGE),
-        ),
-        (
-            of_rank_3(ShardStatistics, "shard"),
-            shard_header(SHARD),
-            SAYS_SO,
-            at("shard.", "rows", "held_out", "weight", wrong=TOO_LARGE)
-            | at("shard.columns.0.", "nulls", "longest", "smallest", wrong=[HUGE])
-            | {"shard.columns.0.places": [{"smallest": [HUGE, 1]}]},
-        ),
-        (
-            read_join,
-            join_header(3, 1, 2, "f1"),
-            "starts with a rank and a host",
-            at("", "join", "attempt", "task", wrong=TOO_LARGE) | {"frozen": [7]},
-        ),
-        (
-            statistics_of,
-            statistics_header(STATISTICS),
-            "a worker sent",
-            {"statistics.shard_rows": [[3, -1], 3, None]},
-        ),
-        (
-            partial(read_size, rank=3, limit=STATES["states"], field="states"),
-            STATES,
-            "rank 3 sent .* instead of its states",
-            {"states": [-1, STATES["states"] + 1, 1.0, True, "8", None, [8]]},
-        ),
-        (
-            partial(read_epoch_losses, rank=3),
-            {"epoch_losses": 1, "known": 0},
-            "rank 3 sent an invalid request for losses",
-            {"known": [None, 1, -1, 0.0], "epoch_losses": ["1", True, [1]]},
-        ),
-        (
-            of_rank_3(PhaseTimes, "phases"),
-            {"phases": asdict(TIMES)},
-            SAYS_SO,
-            {
-                "phases": [[asdict(TIMES)]],
-                "phases.seconds": [{}, [1.0] * 5]
-                + [[1.0] * 5 + [last] for last in (-1.0, math.nan, math.inf, "1", True)],
-                "phases.began": [math.inf, 17.0],
-                "phases.ended": [None],
-                "phases.sent": [-1, 1.5],
-                "phases.received": [1 << 80],
-                "phases.uncertainty": [-0.1],
-                "phases.more": [1],
-            },
-        ),
-    ],
+@every_row(
+    (
+        of_rank_3(WindowReport, "window"),
+        MEASURED,
+        SAYS_SO,
+        at("window.", "examples", "loss_sum", "epoch", "step", "group_weight", wrong=TOO_LARGE),
+    ),
+    (
+        of_rank_3(WindowReport, "window"),
+        MEASURED,
+        SAYS_SO,
+        {"window.measured.noise": [HUGE, -HUGE, math.inf, math.nan, True, None]},
+    ),
+    (
+        of_rank_3(WindowReport, "window"),
+        MEASURED,
+        SAYS_SO,
+        {"window.rank": [2], "window.staleness": [1], "window.counted": [-1.0, math.nan]},
+    ),
+    (
+        of_rank_3(ValidationReport, "validation"),
+        {"validation": asdict(VALIDATION)},
+        SAYS_SO,
+        at("validation.", "examples", "loss_sum", "weight", wrong=TOO_LARGE),
+    ),
+    (
+        of_rank_3(ShardStatistics, "shard"),
+        shard_header(SHARD),
+        SAYS_SO,
+        at("shard.", "rows", "held_out", "weight", wrong=TOO_LARGE)
+        | at("shard.columns.0.", "nulls", "longest", "smallest", wrong=[HUGE])
+        | {"shard.columns.0.places": [{"smallest": [HUGE, 1]}]},
+    ),
+    (
+        read_join,
+        join_header(3, 1, 2, "f1"),
+        "starts with a rank and a host",
+        at("", "join", "attempt", "task", wrong=TOO_LARGE) | {"frozen": [7]},
+    ),
+    (
+        statistics_of,
+        statistics_header(STATISTICS),
+        "a worker sent",
+        {"statistics.shard_rows": [[3, -1], 3, None]},
+    ),
+    (
+        partial(read_size, rank=3, limit=STATES["states"], field="states"),
+        STATES,
+        "rank 3 sent .* instead of its states",
+        {"states": [-1, STATES["states"] + 1, 1.0, True, "8", None, [8]]},
+    ),
+    (
+        partial(read_epoch_losses, rank=3),
+        {"epoch_losses": 1, "known": 0},
+        "rank 3 sent an invalid request for losses",
+        {"known": [None, 1, -1, 0.0], "epoch_losses": ["1", True, [1]]},
+    ),
+    (
+        of_rank_3(PhaseTimes, "phases"),
+        {"phases": asdict(TIMES)},
+        SAYS_SO,
+        {
+            "phases": [[asdict(TIMES)]],
+            "phases.seconds": [{}, [1.0] * 5]
+            + [[1.0] * 5 + [last] for last in (-1.0, math.nan, math.inf, "1", True)],
+            "phases.began": [math.inf, 17.0],
+            "phases.ended": [None],
+            "phases.sent": [-1, 1.5],
+            "phases.received": [1 << 80],
+            "phases.uncertainty": [-0.1],
+            "phases.more": [1],
+        },
+    ),
 )
 def test_what_no_worker_sends_is_refused(
     read: Callable[[Any], Any], header: dict[str, Any], words: str, wrong: dict[str, list[Any]]
@@ -177,10 +174,7 @@ def test_whatever_a_worker_says_is_taken_or_refused_in_words(data: st.DataObject
         read(data.draw(damaged(said)))
 
 
-@every(
-    ("missing", "ranks"),
-    [([3, 1], (3, 1)), ([], ()), ([-1, "2", 2.0, True, None, [4]], ()), ("12", ()), ({}, ())],
-)
+@every_row(([3, 1], (3, 1)), ([], ()), ([-1, "2", 2.0, True, None, [4]], ()), ("12", ()), ({}, ()))
 def test_of_whom_a_worker_misses_only_what_may_be_a_rank_is_believed(
     missing: Any, ranks: tuple[int, ...]
 ) -> None:

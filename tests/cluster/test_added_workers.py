@@ -61,41 +61,33 @@ def grown(monkeypatch: pytest.MonkeyPatch, rows: Any, **changes: Any) -> Any:
         return estimator(maxWorkers=3, callbacks=[waits], **changes).fit(rows)
 
 
+def ids_of_growing(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, trace: Path, **changes: Any
+) -> dict[int, list[int]]:
+    """What each worker has trained on in three epochs: each row once in each of them."""
+    rows = frame(spark, rows=ROWS, partitions=4)
+    settings = {"model": RowIds(str(trace)), "featuresCols": ["features", "id"], "epochs": 3}
+    model = grown(monkeypatch, rows, **settings, **changes)
+    assert [row.workers for row in model.history] == [2, 3, 3]
+    assert model.summary.num_workers == 3
+    ids = row_ids(trace)
+    assert Counter(i for of in ids.values() for i in of) == dict.fromkeys(range(ROWS), 3)
+    return ids
+
+
 def test_a_worker_is_added_between_two_epochs_and_rows_are_dealt_anew(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace = tmp_path / "ids"
-    model = grown(
-        monkeypatch,
-        frame(spark, rows=ROWS, partitions=4),
-        model=RowIds(str(trace)),
-        featuresCols=["features", "id"],
-        epochs=3,
-    )
-    assert [row.workers for row in model.history] == [2, 3, 3]
-    ids = row_ids(trace)
+    ids = ids_of_growing(spark, monkeypatch, tmp_path / "ids")
     assert sorted(map(len, ids.values())) == [40, 70, 70]
     assert set(ids[2]) == set(ids[2][:20])  # the same share in both of its epochs
-    assert Counter(i for of in ids.values() for i in of) == dict.fromkeys(range(ROWS), 3)
-    assert model.summary.num_workers == 3
 
 
 @every("changes", [{"reshuffleEvery": 1}, {"storeIn": "memory"}, {"shuffleRows": "spark"}])
 def test_however_rows_travel_each_is_trained_on_once_an_epoch(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    trace = tmp_path / "ids"
-    model = grown(
-        monkeypatch,
-        frame(spark, rows=ROWS, partitions=4),
-        model=RowIds(str(trace)),
-        featuresCols=["features", "id"],
-        epochs=3,
-        **changes,
-    )
-    assert [row.workers for row in model.history] == [2, 3, 3]
-    seen = Counter(i for of in row_ids(trace).values() for i in of)
-    assert seen == dict.fromkeys(range(ROWS), 3)
+    ids_of_growing(spark, monkeypatch, tmp_path / "ids", **changes)
 
 
 def test_it_trains_as_one_process_on_all_rows(

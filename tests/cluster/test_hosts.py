@@ -64,23 +64,15 @@ def test_a_host_has_a_name_and_knows_the_others(hosts: Hosts) -> None:
     assert not answers(hosts.hosts[0])
 
 
-def test_a_host_that_is_cut_off_is_silent_until_it_is_mended(hosts: Hosts) -> None:
+def test_a_host_that_is_cut_off_or_paused_is_silent_until_it_is_back(hosts: Hosts) -> None:
     host = hosts.hosts[0]
     serve(host)
-    host.cut()
-    assert not answers(host)
-    assert host.pids()
-    host.mend()
-    assert eventually(lambda: answers(host))
-
-
-def test_a_paused_host_is_silent_until_it_is_resumed(hosts: Hosts) -> None:
-    host = hosts.hosts[0]
-    serve(host)
-    host.pause()
-    assert not answers(host)
-    host.resume()
-    assert eventually(lambda: answers(host))
+    for leave, come_back in ((host.cut, host.mend), (host.pause, host.resume)):
+        leave()
+        assert not answers(host)
+        assert host.pids()
+        come_back()
+        assert eventually(lambda: answers(host))
 
 
 def test_a_host_that_crashes_refuses_at_once_and_the_others_go_on(hosts: Hosts) -> None:

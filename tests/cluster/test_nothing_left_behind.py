@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every_row
 from frames import CLASSES, WIDTH, all_jobs_end, estimator, frame, same_bits
 from models import Saboteur, Traced, lines
 from open_files import open_files, unnamed_files
@@ -239,19 +239,16 @@ def transforms(spark: SparkSession, folder: Path) -> None:
         model.transform(frame(spark)).collect()
 
 
-@every(
-    "work",
-    [
-        ten_fits,
-        two_fits_at_once,
-        three_fits_in_turns,
-        failed_fits,
-        fits_with_exchanges,
-        partial(failed_fits, strategy=GradientAllReduce()),
-        functions,
-        refused_fits,
-        transforms,
-    ],
+@every_row(
+    ten_fits,
+    two_fits_at_once,
+    three_fits_in_turns,
+    failed_fits,
+    fits_with_exchanges,
+    partial(failed_fits, strategy=GradientAllReduce()),
+    functions,
+    refused_fits,
+    transforms,
 )
 def test_it_leaves_nothing_behind_and_the_next_fit_runs_in_the_same_python_processes(
     spark: SparkSession, warm: Traces, tmp_path: Path, work: Callable[[SparkSession, Path], None]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from frames import estimator, features_of, labels_of
+from frames import descended, estimator, labels_of
 from subprocesses import run_python
-from torch import nn
 from train_on_gpus import EPOCHS, ROWS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(500)]
@@ -50,22 +47,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "printed": done.stdout, "errors": done.stderr}
 
 
-def trained_alone() -> list[torch.Tensor]:
-    """Full batches of all rows in one process."""
-    model = copy.deepcopy(estimator().getModel())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    features = torch.from_numpy(features_of(np.arange(ROWS))).float()
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        labels = torch.from_numpy(labels_of(np.arange(ROWS)))
-        nn.functional.cross_entropy(model(features), labels).backward()
-        optimizer.step()
-    return [value.double().flatten() for value in model.state_dict().values()]
-
-
 def assert_trained_as_alone(found: dict[str, Any]) -> None:
-    for value, expected in zip(found["bits"], trained_alone(), strict=True):
-        assert float((torch.tensor(value) - expected).abs().max() / expected.abs().max()) <= 1e-5
+    """As in full batches of all rows in one process."""
+    alone = descended(estimator().getModel(), labels_of(range(ROWS)), lr=0.1, steps=EPOCHS)
+    for value, expected in zip(found["bits"], alone.state_dict().values(), strict=True):
+        off = torch.tensor(value) - expected.double().flatten()
+        assert float(off.abs().max() / expected.abs().max()) <= 1e-5
     assert found["examples"] == [ROWS] * EPOCHS
 
 

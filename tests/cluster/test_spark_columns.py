@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from frames import estimator, frame, frame_of_sizes, no_jobs
 from models import RowIds, row_ids
 from pyspark.ml.linalg import Vectors, VectorUDT
@@ -206,12 +206,9 @@ class IgnoresNan(nn.Module):
         return self.layer(features.nan_to_num(0.0, 0.0, 0.0))
 
 
-@every(
-    ("changes", "fragment"),
-    [
-        ({"columnShapes": {"features": [2, 3]}}, "has 4 elements"),
-        ({"weightCol": "negative"}, "weight column 'negative' holds -1"),
-    ],
+@every_row(
+    ({"columnShapes": {"features": [2, 3]}}, "has 4 elements"),
+    ({"weightCol": "negative"}, "weight column 'negative' holds -1"),
 )
 def test_what_cannot_be_fed_is_refused_in_words(
     spark: SparkSession, changes: dict[str, Any], fragment: str
@@ -221,18 +218,15 @@ def test_what_cannot_be_fed_is_refused_in_words(
         estimator(**changes).fit(rows)
 
 
-@every(
-    ("changes", "fragment"),
-    [
-        ({"columnDtypes": {"other": "int8"}}, "columnDtypes names 'other'"),
-        ({"imageCols": ["features"]}, "encoded images are binary"),
-        ({"featuresCol": "bytes"}, "is binary: declare its bytes"),
-        ({"featuresCol": "bytes", "columnDtypes": {"bytes": "int8"}}, "needs a declared shape"),
-        ({"featuresCol": "grid"}, "columnShapes={'grid': [..., ...]}"),
-        ({"featuresCol": "id", "columnShapes": {"id": [2]}}, "whose rows have 0 dimensions"),
-        ({"weightCol": "features"}, "must be a number"),
-        ({"validationIndicatorCol": "id"}, "must be boolean"),
-    ],
+@every_row(
+    ({"columnDtypes": {"other": "int8"}}, "columnDtypes names 'other'"),
+    ({"imageCols": ["features"]}, "encoded images are binary"),
+    ({"featuresCol": "bytes"}, "is binary: declare its bytes"),
+    ({"featuresCol": "bytes", "columnDtypes": {"bytes": "int8"}}, "needs a declared shape"),
+    ({"featuresCol": "grid"}, "columnShapes={'grid': [..., ...]}"),
+    ({"featuresCol": "id", "columnShapes": {"id": [2]}}, "whose rows have 0 dimensions"),
+    ({"weightCol": "features"}, "must be a number"),
+    ({"validationIndicatorCol": "id"}, "must be boolean"),
 )
 def test_columns_that_cannot_be_fed_are_refused_before_any_job(
     spark: SparkSession, changes: dict[str, Any], fragment: str

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from frames import estimator, no_jobs
 from pictures import by_pillow, drawn, encoded
 from pyspark.sql import DataFrame, SparkSession
@@ -163,14 +163,11 @@ def test_a_module_of_other_images_is_refused() -> None:
         )
 
 
-@every(
-    ("changes", "message"),
-    [
-        ({"imageCols": None}, "imageSize is of the columns of images, but imageCols names none"),
-        ({"imageCols": ["name"]}, r"is binary: .* or imageCols=\['content'\]"),
-        ({"columnDtypes": {"content": "int32"}}, "imageScale makes floats"),
-        ({"featuresCol": "nowhere"}, "which the DataFrame does not have"),
-    ],
+@every_row(
+    ({"imageCols": None}, "imageSize is of the columns of images, but imageCols names none"),
+    ({"imageCols": ["name"]}, r"is binary: .* or imageCols=\['content'\]"),
+    ({"columnDtypes": {"content": "int32"}}, "imageScale makes floats"),
+    ({"featuresCol": "nowhere"}, "which the DataFrame does not have"),
 )
 def test_what_is_declared_wrongly_is_refused_before_any_task(
     spark: SparkSession, changes: dict[str, Any], message: str

@@ -24,10 +24,7 @@ from sparkdl import (
     ThresholdGradientSharing,
     TorchModel,
 )
-from sparkdl.strategies import (
-    SSP,
-    Strategy,
-)
+from sparkdl.strategies import SSP, Strategy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = [pytest.mark.versions]

@@ -15,16 +15,15 @@ from typing import Any
 
 import cloudpickle
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from by_keyword import run
-from every_row import every
+from every_row import every_row
 from hypothesis import given, settings
 from interruptions import OPTIMIZERS, die_after, policy, same_bits, save_and_stop
 from misbehaving import resume_after
 from torch import Tensor, nn
-from toys import Data, classification, make_job, mlp, schema, sparkdl_threads
+from toys import classification, held_out, held_out_schema, make_job, mlp, schema, sparkdl_threads
 from waiting import eventually
 
 import sparkdl.testing
@@ -33,11 +32,9 @@ from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, as_builder
 from sparkdl.errors import DataError, ModelError, TrainingError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
-from sparkdl.feed.schema import FeedSchema
 from sparkdl.feed.shards import DataStatistics
-from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging, Strategy
-from sparkdl.testing import _processes, _threads, batches_of, run_world
+from sparkdl.testing import _processes, _threads, run_world
 from sparkdl.worker import Job
 
 
@@ -151,12 +148,9 @@ def test_an_error_of_the_check_reaches_the_caller_and_nobody_trains(tmp_path: Pa
     assert_nothing_left([])
 
 
-@every(
-    ("sizes", "message"),
-    [([0, 0], "the DataFrame is empty"), ([1, 0, 1], "2 rows, fewer than the 3 workers")],
-)
+@every_row(([0, 0], "the DataFrame is empty"), ([1, 0, 1], "2 rows, fewer than the 3 workers"))
 def test_a_run_without_a_row_for_each_worker_is_refused_and_leaves_nothing(
-    sizes: list[int], message: str, tmp_path: Path
+    tmp_path: Path, sizes: list[int], message: str
 ) -> None:
     """Before a check, which is spared such rows."""
     checked: list[DataStatistics] = []
@@ -207,18 +201,15 @@ class Sparse(nn.Linear):
     sparse = True  # as torch's embeddings say it
 
 
-@every(
-    ("model", "optimizer", "message"),
-    [
-        (mlp(), torch.optim.LBFGS, r"'closure'\. Use one that steps without a clos"),
-        # In torch's words alone, or told what to set where the model has sparse gradients.
-        (mlp(), torch.optim.SparseAdam, r"please consider Adam instead$"),
-        (
-            nn.Sequential(Sparse(6, 3)).double(),
-            torch.optim.SparseAdam,
-            r"instead\. An optimizer for .*average_optimizer_state=False\)$",
-        ),
-    ],
+@every_row(
+    (mlp(), torch.optim.LBFGS, r"'closure'\. Use one that steps without a clos"),
+    # In torch's words alone, or told what to set where the model has sparse gradients.
+    (mlp(), torch.optim.SparseAdam, r"please consider Adam instead$"),
+    (
+        nn.Sequential(Sparse(6, 3)).double(),
+        torch.optim.SparseAdam,
+        r"instead\. An optimizer for .*average_optimizer_state=False\)$",
+    ),
 )
 def test_an_optimizer_that_cannot_train_the_model_is_refused(
     model: nn.Module, optimizer: Any, message: str
@@ -317,24 +308,12 @@ def test_of_its_own_a_training_resumes_only_what_it_has_written(tmp_path: Path) 
     assert again.history == anew.history
 
 
-class Held(Data):
-    """Of which a third of each worker's rows is held out."""
-
-    def shards(self, rows_a_batch: int = 5) -> Any:
-        return [
-            batches_of(rows_a_batch, features=f, label=t, held=np.arange(len(t)) % 3 == 0)
-            for f, t in map(self.shard, range(len(self.sizes)))
-        ]
-
-
-HELD = Held(*vars(classification([20, 9, 6])).values())
+HELD = held_out([20, 9, 6])
 """Of batches of 4: 4, 2 and 1 steps an epoch."""
 
 
 def validated_job(strategy: Strategy[Any]) -> Job:
-    plain, held = schema(), ColumnSpec("held", torch.bool)
-    columns = FeedSchema(plain.features, plain.label, validation=held)
-    return make_job(mlp(), schema=columns, epochs=3, strategy=strategy)
+    return make_job(mlp(), schema=held_out_schema(), epochs=3, strategy=strategy)
 
 
 def history_of(outcome: Outcome) -> list[EpochSummary]:

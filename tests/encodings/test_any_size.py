@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from pictures import FITTED, by_pillow, drawn, encoded, on_white
 from PIL import Image
 
@@ -150,17 +150,14 @@ def structs(rows: list[tuple[Any, ...]]) -> pa.Array:
     return pa.StructArray.from_arrays(fields, FIELDS)
 
 
-@every(
-    ("row", "reason"),
-    [
-        (("a", -1, -1, -1, -1, b""), "that a has nChannels -1 and mode -1"),
-        (("a", None, None, None, None, None), "nChannels None"),
-        (("a", 2, 2, 3, 0, bytes(12)), "nChannels 3 and mode 0"),
-        (("a", 2, 2, 3, 16, bytes(11)), "has not the bytes of 2 x 2 x 3"),
-        (("a", 0, 0, 3, 16, b""), "has 0 x 0 pixels"),
-        (("a", -1, 2, 3, 16, bytes(12)), "has -1 x 2 pixels"),
-        (("a", 2, None, 3, 16, bytes(12)), "has 2 x None pixels"),
-    ],
+@every_row(
+    (("a", -1, -1, -1, -1, b""), "that a has nChannels -1 and mode -1"),
+    (("a", None, None, None, None, None), "nChannels None"),
+    (("a", 2, 2, 3, 0, bytes(12)), "nChannels 3 and mode 0"),
+    (("a", 2, 2, 3, 16, bytes(11)), "has not the bytes of 2 x 2 x 3"),
+    (("a", 0, 0, 3, 16, b""), "has 0 x 0 pixels"),
+    (("a", -1, 2, 3, 16, bytes(12)), "has -1 x 2 pixels"),
+    (("a", 2, None, 3, 16, bytes(12)), "has 2 x None pixels"),
 )
 def test_what_spark_could_not_read_is_a_broken_row(row: tuple[Any, ...], reason: str) -> None:
     good = ("b", 2, 2, 3, 16, bytes(12))
@@ -170,19 +167,16 @@ def test_what_spark_could_not_read_is_a_broken_row(row: tuple[Any, ...], reason:
     assert len(pixels) == 2
 
 
-@every(
-    ("size", "kind", "fits"),
-    [
-        ((8192, 8192), "JPEG", True),
-        ((8192, 8193), "JPEG", False),
-        ((8192, 4096), "PNG", True),
-        ((8192, 4097), "PNG", False),
-        ((20_000, 20_000), "PNG", False),
-    ],
+@every_row(
+    ((8192, 8192), "JPEG", True),
+    ((8192, 8193), "JPEG", False),
+    ((8192, 4096), "PNG", True),
+    ((8192, 4097), "PNG", False),
+    ((20_000, 20_000), "PNG", False),
 )
 @pytest.mark.filterwarnings("error")
 def test_the_limit_is_of_announced_pixels(
-    size: tuple[int, int], kind: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], kind: str, fits: bool
 ) -> None:
     """A file of a few bytes that announces the size: nothing of it is decoded."""
     reached = []

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from frames import estimator
 from pyspark import cloudpickle as pyspark_cloudpickle
 from pyspark.sql import SparkSession
@@ -208,7 +208,7 @@ def by_channel(numbers: tuple[float, ...], dtype: type) -> np.ndarray:
     return np.array(numbers, dtype)[:, None, None]
 
 
-@every(("dtype", "exact"), [(torch.float32, np.float32), (torch.float64, np.float64)])
+@every_row((torch.float32, np.float32), (torch.float64, np.float64))
 def test_each_range_is_computed_in_the_precision_of_the_floats(
     dtype: torch.dtype, exact: type
 ) -> None:

@@ -10,7 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from interruptions import same_bits
 from test_union_batch import OPTIMIZERS, SMALL, at_the_gate, trained
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class HalfUsed(nn.Module):
         return self.used(features)
 
 
-@every(("sizes", "name"), [([9, 6], "momentum"), ([0, 13], "adam")])
+@every_row(([9, 6], "momentum"), ([0, 13], "adam"))
 def test_parameters_outside_the_loss_keep_their_values(sizes: list[int], name: str) -> None:
     module = as_one_process(HalfUsed(), sizes, name)
     assert torch.equal(module.unused.weight, HalfUsed().unused.weight)
@@ -172,10 +172,7 @@ def image_network() -> nn.Module:
     ).double()
 
 
-@every(
-    ("build", "width", "sizes", "name"),
-    [(flat_network, 6, [7, 12, 1], "adam"), (image_network, 36, [9, 14], "momentum")],
-)
+@every_row((flat_network, 6, [7, 12, 1], "adam"), (image_network, 36, [9, 14], "momentum"))
 def test_parameters_and_statistics_are_those_of_one_process(
     build: Any, width: int, sizes: list[int], name: str
 ) -> None:
@@ -193,13 +190,10 @@ def test_workers_accumulate_different_numbers_of_minibatches() -> None:
     assert [epoch.examples for epoch in outcome.history] == [28, 28]
 
 
-@every(
-    ("sizes", "model", "message"),
-    [
-        ([8, 0], flat_network, "rank 1.*no rows left before its first step"),
-        ([8, 8], mlp, "Sequential has no BatchNorm layer"),
-        ([1], flat_network, "1 value per channel across all workers"),
-    ],
+@every_row(
+    ([8, 0], flat_network, "rank 1.*no rows left before its first step"),
+    ([8, 8], mlp, "Sequential has no BatchNorm layer"),
+    ([1], flat_network, "1 value per channel across all workers"),
 )
 def test_what_cannot_be_normalized_is_refused(sizes: list[int], model: Any, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
@@ -210,19 +204,16 @@ def test_what_cannot_be_normalized_is_refused(sizes: list[int], model: Any, mess
 
 
 @pytest.mark.nightly
-@every(
-    ("kind", "settings"),
-    [
-        (GradientAllReduce, {"accumulate": 2}),
-        (GradientAllReduce, {"shard_optimizer": True}),
-        (GradientAllReduce, {"find_unused_parameters": True}),
-        (GradientAllReduce, {"measure_noise": True}),
-        (GradientAllReduce, {"sync_batch_norm": True}),
-        (GradientAllReduce, {"preconditioner": KFACPreconditioner(0.05, 0.95, 2, 3, 0.02)}),
-        (AdaScale, {}),
-        (ParameterAveraging, {"aggregation": "executors", "period": 3}),
-        (ParameterAveraging, {"aggregation": "executors", "average_optimizer_state": False}),
-    ],
+@every_row(
+    (GradientAllReduce, {"accumulate": 2}),
+    (GradientAllReduce, {"shard_optimizer": True}),
+    (GradientAllReduce, {"find_unused_parameters": True}),
+    (GradientAllReduce, {"measure_noise": True}),
+    (GradientAllReduce, {"sync_batch_norm": True}),
+    (GradientAllReduce, {"preconditioner": KFACPreconditioner(0.05, 0.95, 2, 3, 0.02)}),
+    (AdaScale, {}),
+    (ParameterAveraging, {"aggregation": "executors", "period": 3}),
+    (ParameterAveraging, {"aggregation": "executors", "average_optimizer_state": False}),
 )
 def test_whatever_it_is_combined_with_the_training_is_that_of_the_ring(
     kind: Any, settings: dict[str, Any]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from misbehaving import die_after
@@ -399,22 +399,19 @@ AMONG = partial(ParameterAveraging, 1, aggregation="executors")
 
 
 @pytest.mark.nightly
-@every(
-    ("before", "after", "name"),
-    [
-        *(
-            (*ways, name)
-            for ways in ((hybrid(1), hybrid(2)), (hybrid(2), ALL_REDUCE), (ALL_REDUCE, hybrid(1)))
-            for name in OPTIMIZERS
-        ),
-        (ALL_REDUCE, TREES, "momentum"),
-        (TREES, ALL_REDUCE, "momentum"),
-        (AMONG(), AMONG(reduction=SMALL), "momentum"),
-        (AMONG(reduction=SMALL), AMONG(), "momentum"),
-    ],
+@every_row(
+    *(
+        (*ways, name)
+        for ways in ((hybrid(1), hybrid(2)), (hybrid(2), ALL_REDUCE), (ALL_REDUCE, hybrid(1)))
+        for name in OPTIMIZERS
+    ),
+    (ALL_REDUCE, TREES, "momentum"),
+    (TREES, ALL_REDUCE, "momentum"),
+    (AMONG(), AMONG(reduction=SMALL), "momentum"),
+    (AMONG(reduction=SMALL), AMONG(), "momentum"),
 )
 def test_a_training_goes_on_from_a_checkpoint_of_another_way(
-    before: Any, after: Any, name: str, tmp_path: Path
+    tmp_path: Path, before: Any, after: Any, name: str
 ) -> None:
     """With the optimizer's state: a step from another would be off by more than 1e-9."""
     data, optimizer = classification(RAGGED), OPTIMIZERS[name]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Net
@@ -93,20 +93,17 @@ def test_labels_that_are_numbers_are_predicted_themselves() -> None:
     assert both["prediction"].tolist() == [1.0, 0.0]
 
 
-@every(
-    ("head", "widths", "changes", "words"),
-    [
-        (Head.UNKNOWN, {None: 3}, {}, "needs one of torch's losses for classes"),
-        (Head.LOGITS, {"a": 3, "b": 2}, {}, "there are outputs 'a', 'b'"),
-        (Head.LOGITS, {None: 1}, {}, "one output per class, but the model gives 1 per row"),
-        (Head.BINARY_LOGIT, {None: 3}, {}, "one output per row, for two classes, but the model g"),
-        (Head.LOGITS, {None: 3}, {"labels": ["a", "b"]}, "3 classes, but there are 2 labels"),
-        (Head.LOGITS, {None: 3}, {"thresholds": [1.0, 1.0]}, "thresholds must be 3 numbers > 0"),
-        (Head.LOGITS, {None: 3}, {"thresholds": [0.0, 0.0, 1.0]}, "at most one may be 0"),
-        (Head.LOGITS, {None: 3}, {"thresholds": [-1.0, 1.0, 1.0]}, "thresholds must be 3"),
-        (Head.SCORES, {None: 3}, {"thresholds": [1.0, 1.0, 1.0]}, "MultiMarginLoss does not give"),
-        (Head.LOGITS, {None: 3}, {"probabilityCol": "prediction"}, "must be different names"),
-    ],
+@every_row(
+    (Head.UNKNOWN, {None: 3}, {}, "needs one of torch's losses for classes"),
+    (Head.LOGITS, {"a": 3, "b": 2}, {}, "there are outputs 'a', 'b'"),
+    (Head.LOGITS, {None: 1}, {}, "one output per class, but the model gives 1 per row"),
+    (Head.BINARY_LOGIT, {None: 3}, {}, "one output per row, for two classes, but the model g"),
+    (Head.LOGITS, {None: 3}, {"labels": ["a", "b"]}, "3 classes, but there are 2 labels"),
+    (Head.LOGITS, {None: 3}, {"thresholds": [1.0, 1.0]}, "thresholds must be 3 numbers > 0"),
+    (Head.LOGITS, {None: 3}, {"thresholds": [0.0, 0.0, 1.0]}, "at most one may be 0"),
+    (Head.LOGITS, {None: 3}, {"thresholds": [-1.0, 1.0, 1.0]}, "thresholds must be 3"),
+    (Head.SCORES, {None: 3}, {"thresholds": [1.0, 1.0, 1.0]}, "MultiMarginLoss does not give"),
+    (Head.LOGITS, {None: 3}, {"probabilityCol": "prediction"}, "must be different names"),
 )
 def test_what_is_no_classifier_is_refused(
     head: Head, widths: Widths, changes: dict[str, Any], words: str
@@ -115,14 +112,11 @@ def test_what_is_no_classifier_is_refused(
         classifier(**changes).predicted_columns(head, widths)
 
 
-@every(
-    "value",
-    [
-        *([], ["a"], ["a", "a"], ["a", 1], "ab", 3, [True, 0], [True, True], [1, None]),
-        [date(2024, 1, 1), 5],
-        [2**53, 2**53 + 1],  # one and the same double
-        [Decimal("0.1"), 0.1],
-    ],
+@every_row(
+    *([], ["a"], ["a", "a"], ["a", 1], "ab", 3, [True, 0], [True, True], [1, None]),
+    [date(2024, 1, 1), 5],
+    [2**53, 2**53 + 1],  # one and the same double
+    [Decimal("0.1"), 0.1],
 )
 def test_what_are_no_labels_is_refused(value: Any) -> None:
     with pytest.raises(
@@ -170,14 +164,11 @@ def test_arguments_are_those_of_torch_estimator_but_for_the_output_columns() -> 
         TorchClassifier(model=Net)
 
 
-@every(
-    ("sql", "labels", "shown", "in_spark"),
-    [
-        ("cast(0.1 as float)", [0.1, 0.2], "0.10000000149011612", "0.10000000149011612"),
-        ("'%s \\' `x`'", ["a", "b"], '"%s \' `x`"', "%s ' `x`"),
-        ("cast(null as string)", ["a", "b"], "null", "null"),
-        ("double('nan')", [1, 2], "nan", "NaN"),
-    ],
+@every_row(
+    ("cast(0.1 as float)", [0.1, 0.2], "0.10000000149011612", "0.10000000149011612"),
+    ("'%s \\' `x`'", ["a", "b"], '"%s \' `x`"', "%s ' `x`"),
+    ("cast(null as string)", ["a", "b"], "null", "null"),
+    ("double('nan')", [1, 2], "nan", "NaN"),
 )
 def test_a_label_that_is_not_among_the_labels_is_named(
     spark: SparkSession, sql: str, labels: list[Any], shown: str, in_spark: str

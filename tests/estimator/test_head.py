@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -34,28 +34,25 @@ class Unhashable:
         return outputs
 
 
-@every(
-    ("loss", "head"),
-    [
-        (nn.CrossEntropyLoss(), Head.LOGITS),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), Head.LOGITS),
-        (MyCrossEntropy(), Head.LOGITS),
-        (nn.NLLLoss(), Head.LOG_PROBABILITIES),
-        (nn.BCEWithLogitsLoss(), Head.BINARY_LOGIT),
-        (nn.BCELoss(), Head.BINARY_PROBABILITY),
-        (nn.MultiMarginLoss(), Head.SCORES),
-        (functional.cross_entropy, Head.LOGITS),
-        (functional.nll_loss, Head.LOG_PROBABILITIES),
-        (functional.binary_cross_entropy_with_logits, Head.BINARY_LOGIT),
-        (functional.binary_cross_entropy, Head.BINARY_PROBABILITY),
-        (functional.multi_margin_loss, Head.SCORES),
-        (partial(functional.cross_entropy, label_smoothing=0.1), Head.LOGITS),
-        (partial(partial(functional.nll_loss)), Head.LOG_PROBABILITIES),
-        (nn.MSELoss(), Head.UNKNOWN),
-        (functional.l1_loss, Head.UNKNOWN),
-        (lambda outputs, targets: outputs.mean(), Head.UNKNOWN),
-        (Unhashable(), Head.UNKNOWN),
-    ],
+@every_row(
+    (nn.CrossEntropyLoss(), Head.LOGITS),
+    (nn.CrossEntropyLoss(label_smoothing=0.1), Head.LOGITS),
+    (MyCrossEntropy(), Head.LOGITS),
+    (nn.NLLLoss(), Head.LOG_PROBABILITIES),
+    (nn.BCEWithLogitsLoss(), Head.BINARY_LOGIT),
+    (nn.BCELoss(), Head.BINARY_PROBABILITY),
+    (nn.MultiMarginLoss(), Head.SCORES),
+    (functional.cross_entropy, Head.LOGITS),
+    (functional.nll_loss, Head.LOG_PROBABILITIES),
+    (functional.binary_cross_entropy_with_logits, Head.BINARY_LOGIT),
+    (functional.binary_cross_entropy, Head.BINARY_PROBABILITY),
+    (functional.multi_margin_loss, Head.SCORES),
+    (partial(functional.cross_entropy, label_smoothing=0.1), Head.LOGITS),
+    (partial(partial(functional.nll_loss)), Head.LOG_PROBABILITIES),
+    (nn.MSELoss(), Head.UNKNOWN),
+    (functional.l1_loss, Head.UNKNOWN),
+    (lambda outputs, targets: outputs.mean(), Head.UNKNOWN),
+    (Unhashable(), Head.UNKNOWN),
 )
 def test_the_head_is_told_from_the_loss(loss: Any, head: Head) -> None:
     assert head_of(loss) is head
@@ -102,14 +99,11 @@ def test_log_probabilities_are_exponentiated() -> None:
 SINGLE = (Head.BINARY_LOGIT, Head.BINARY_PROBABILITY)
 
 
-@every(
-    ("method", "shape", "words"),
-    [
-        *((h.probabilities, (2, 3), "CrossEntropyLoss") for h in (Head.SCORES, Head.UNKNOWN)),
-        *((h.classes, shape, "single output") for h in SINGLE for shape in ((4, 2), (4, 1, 1))),
-        *((h.probabilities, shape, "single") for h in SINGLE for shape in ((4, 2), (4, 1, 1))),
-        *((Head.LOGITS.classes, shape, "shape") for shape in ((4,), (4, 1), (4, 3, 2))),
-    ],
+@every_row(
+    *((h.probabilities, (2, 3), "CrossEntropyLoss") for h in (Head.SCORES, Head.UNKNOWN)),
+    *((h.classes, shape, "single output") for h in SINGLE for shape in ((4, 2), (4, 1, 1))),
+    *((h.probabilities, shape, "single") for h in SINGLE for shape in ((4, 2), (4, 1, 1))),
+    *((Head.LOGITS.classes, shape, "shape") for shape in ((4,), (4, 1), (4, 3, 2))),
 )
 def test_outputs_that_have_no_classes_or_probabilities_are_refused(
     method: Any, shape: tuple[int, ...], words: str
@@ -138,22 +132,19 @@ SCORES = torch.tensor([[0.2, 0.9, 0.1], [3.0, -1.0, 0.5]])
 CLASSES = torch.tensor([1, 0])
 
 
-@every(
-    ("head", "outputs", "targets", "predicted", "labels"),
-    [
-        (Head.LOGITS, SCORES, CLASSES, SCORES.softmax(1), CLASSES),
-        (Head.LOGITS, SCORES.bfloat16(), CLASSES, SCORES.bfloat16().float().softmax(1), CLASSES),
-        (Head.LOG_PROBABILITIES, SCORES, CLASSES, SCORES.exp(), CLASSES),
-        (Head.SCORES, SCORES, CLASSES, SCORES, CLASSES),
-        (Head.BINARY_LOGIT, SCORES[:, :1], CLASSES.float(), SCORES[:, 0].sigmoid(), CLASSES),
-        (Head.BINARY_PROBABILITY, SCORES[0], torch.ones(3), SCORES[0], torch.ones(3).long()),
-        # Several labels a row, and parts of labels.
-        (Head.BINARY_LOGIT, SCORES, SCORES.round(), SCORES.sigmoid(), SCORES.round().long()),
-        (Head.BINARY_PROBABILITY, SCORES[0], SCORES[1], SCORES[0], SCORES[1]),
-        (Head.UNKNOWN, SCORES[:, :1], SCORES[:, 1], SCORES[:, 0], SCORES[:, 1]),
-        (Head.UNKNOWN, SCORES[:, 0], SCORES[:, 1:2], SCORES[:, 0], SCORES[:, 1]),
-        (Head.UNKNOWN, SCORES, SCORES, SCORES, SCORES),
-    ],
+@every_row(
+    (Head.LOGITS, SCORES, CLASSES, SCORES.softmax(1), CLASSES),
+    (Head.LOGITS, SCORES.bfloat16(), CLASSES, SCORES.bfloat16().float().softmax(1), CLASSES),
+    (Head.LOG_PROBABILITIES, SCORES, CLASSES, SCORES.exp(), CLASSES),
+    (Head.SCORES, SCORES, CLASSES, SCORES, CLASSES),
+    (Head.BINARY_LOGIT, SCORES[:, :1], CLASSES.float(), SCORES[:, 0].sigmoid(), CLASSES),
+    (Head.BINARY_PROBABILITY, SCORES[0], torch.ones(3), SCORES[0], torch.ones(3).long()),
+    # Several labels a row, and parts of labels.
+    (Head.BINARY_LOGIT, SCORES, SCORES.round(), SCORES.sigmoid(), SCORES.round().long()),
+    (Head.BINARY_PROBABILITY, SCORES[0], SCORES[1], SCORES[0], SCORES[1]),
+    (Head.UNKNOWN, SCORES[:, :1], SCORES[:, 1], SCORES[:, 0], SCORES[:, 1]),
+    (Head.UNKNOWN, SCORES[:, 0], SCORES[:, 1:2], SCORES[:, 0], SCORES[:, 1]),
+    (Head.UNKNOWN, SCORES, SCORES, SCORES, SCORES),
 )
 def test_probabilities_and_labels_of_the_same_shape(
     head: Head, outputs: Any, targets: Any, predicted: Any, labels: Any

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
-from every_row import every
+from every_row import every, every_row
 from frames import built, estimator, frame, no_jobs
 from models import append_line, lines, task_rank
 from pyspark.ml.linalg import Vectors
@@ -169,15 +169,12 @@ class TurnsMomentumOn(lr_scheduler.LambdaLR):
             self.optimizer.param_groups[0]["momentum"] = 0.9
 
 
-@every(
-    ("optimizer", "scheduler", "told"),
-    [
-        *(
-            (partial(GrowsAt, step=step), None, r"GrowsAt has .*'slow'.*average_optimizer_state")
-            for step in (2, 6)
-        ),
-        (SGD, TurnsMomentumOn, "SGD has grown.*'momentum_buffer'"),
-    ],
+@every_row(
+    *(
+        (partial(GrowsAt, step=step), None, r"GrowsAt has .*'slow'.*average_optimizer_state")
+        for step in (2, 6)
+    ),
+    (SGD, TurnsMomentumOn, "SGD has grown.*'momentum_buffer'"),
 )
 def test_what_makes_an_optimizers_state_grow_late_is_refused_by_what_grows(
     optimizer: Any, scheduler: Any, told: str
@@ -186,18 +183,15 @@ def test_what_makes_an_optimizers_state_grow_late_is_refused_by_what_grows(
         require_steady_state(optimizer, scheduler)
 
 
-@every(
-    "optimizer",
-    [
-        partial(torch.optim.SGD, lr=0.1),
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
-        torch.optim.Adam,
-        torch.optim.ASGD,
-        # which only the real model can try out
-        torch.optim.LBFGS,
-        torch.optim.SparseAdam,
-        torch.optim.Muon,
-    ],
+@every_row(
+    partial(torch.optim.SGD, lr=0.1),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    torch.optim.Adam,
+    torch.optim.ASGD,
+    # which only the real model can try out
+    torch.optim.LBFGS,
+    torch.optim.SparseAdam,
+    torch.optim.Muon,
 )
 def test_other_optimizers_pass(optimizer: Any) -> None:
     require_steady_state(optimizer, None)
@@ -244,16 +238,13 @@ def rates(optimizer: Any, **others: Any) -> list[float]:
     return [group["lr"] for group in replica.optimizer.param_groups]
 
 
-@every(
-    ("optimizer", "expected"),
-    [
-        (torch.optim.Adam, [0.25]),
-        ("Adam", [0.25]),
-        ("torch.optim.SGD", [0.25]),
-        ("sparkdl.LARS", [0.25]),
-        (partial(torch.optim.SGD, lr=3.0, momentum=0.9), [0.25]),
-        (in_groups, [0.25, 0.5]),
-    ],
+@every_row(
+    (torch.optim.Adam, [0.25]),
+    ("Adam", [0.25]),
+    ("torch.optim.SGD", [0.25]),
+    ("sparkdl.LARS", [0.25]),
+    (partial(torch.optim.SGD, lr=3.0, momentum=0.9), [0.25]),
+    (in_groups, [0.25, 0.5]),
 )
 def test_the_learning_rate_wins_over_the_optimizers_own(optimizer: Any, expected: Any) -> None:
     assert rates(optimizer) == expected
@@ -269,19 +260,16 @@ def ignores_it(parameters: Any, **_: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@every(
-    ("settings", "words"),
-    [
-        ({"optimizer": takes_none}, r"takes_none takes only \(parameters\). Give it an"),
-        ({"optimizer": ignores_it}, "ignores_it sets lr in each of its parameter groups"),
-        (
-            {
-                "optimizer": "SGD",
-                "scheduler": partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9),
-            },
-            r"OneCycleLR\(max_lr=1.0, total_steps=9\) sets lr by itself",
-        ),
-    ],
+@every_row(
+    ({"optimizer": takes_none}, r"takes_none takes only \(parameters\). Give it an"),
+    ({"optimizer": ignores_it}, "ignores_it sets lr in each of its parameter groups"),
+    (
+        {
+            "optimizer": "SGD",
+            "scheduler": partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9),
+        },
+        r"OneCycleLR\(max_lr=1.0, total_steps=9\) sets lr by itself",
+    ),
 )
 def test_a_learning_rate_that_changes_nothing_is_refused(
     settings: dict[str, Any], words: str

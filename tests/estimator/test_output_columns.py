@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
-from every_row import every
+from every_row import every_row
 from frames import Refuse, estimator, features_of, frame, labels_of, no_jobs
 from models import OwnLoss, lines
 from pyspark.sql import DataFrame, SparkSession
@@ -120,41 +120,11 @@ def test_a_column_that_is_there_already_is_refused(fitted: TorchModel, rows: Dat
         fitted.transform(rows.withColumn("embedding", F.lit(1)))
 
 
-@pytest.mark.gate
-def test_several_heads_are_trained_by_one_loss_and_chosen_by_position(rows: DataFrame) -> None:
-    def both(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
-        return functional.cross_entropy(outputs[0], targets[0]) + functional.mse_loss(
-            outputs[1], targets[1]
-        )
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kind, self.size = nn.Linear(4, 3), nn.Linear(4, 1)
-
-        def forward(self, features: Tensor) -> tuple[Tensor, ...]:
-            return self.kind(features), self.size(features)[:, 0]
-
-    model = estimator(
-        model=Heads(), loss=both, labelCols=["label", "scale"], outputCols={"kind": 0, "size": 1}
-    ).fit(rows)
-    features = torch.tensor(features_of(IDS), dtype=torch.float32)
-    with torch.no_grad():
-        kind, size = model.module(features)
-    predicted = model.transform(rows)
-    assert predicted.schema["size"].dataType.simpleString() == "double"
-    assert np.allclose(column(predicted, "kind"), kind.numpy(), atol=1e-6)
-    assert np.allclose(column(predicted, "size"), size.numpy(), atol=1e-6)
-
-
-@every(
-    ("changes", "error", "fragments"),
-    [
-        ({"outputCols": None}, ModelError, ["several outputs", "'pooled' float32 (5, 5)"]),
-        ({"outputCols": {"p": "logit"}, "outputType": "auto"}, ModelError, ["'logits' float32"]),
-        ({"outputCols": {"p": "layers"}, "outputType": "auto"}, ModelError, ["not a tensor"]),
-        ({"predictionCol": "p"}, ConfigError, ["outputType='class'", "no column 'p'"]),
-    ],
+@every_row(
+    ({"outputCols": None}, ModelError, ["several outputs", "'pooled' float32 (5, 5)"]),
+    ({"outputCols": {"p": "logit"}, "outputType": "auto"}, ModelError, ["'logits' float32"]),
+    ({"outputCols": {"p": "layers"}, "outputType": "auto"}, ModelError, ["not a tensor"]),
+    ({"predictionCol": "p"}, ConfigError, ["outputType='class'", "no column 'p'"]),
 )
 def test_what_cannot_be_chosen_is_refused_before_training(
     rows: DataFrame, refuse: Refuse, changes: dict[str, Any], error: Any, fragments: list[str]
@@ -165,12 +135,9 @@ def test_what_cannot_be_chosen_is_refused_before_training(
     refuse(rows, error, *fragments, **{"model": OwnLoss(), **given})
 
 
-@every(
-    ("changes", "words"),
-    [
-        ({"weightCol": "scale"}, "weightCol cannot be combined with loss='model'"),
-        ({"featuresCols": ["labels", "features"]}, "'labels' twice"),
-    ],
+@every_row(
+    ({"weightCol": "scale"}, "weightCol cannot be combined with loss='model'"),
+    ({"featuresCols": ["labels", "features"]}, "'labels' twice"),
 )
 def test_columns_that_a_models_own_loss_cannot_have_are_refused_before_any_job(
     rows: DataFrame, changes: dict[str, Any], words: str
@@ -290,7 +257,7 @@ BY_THE_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@every(("changes", "words"), AT_ONCE)
+@every_row(*AT_ONCE)
 def test_what_does_not_go_with_padding_is_refused_before_any_job(
     sequences: DataFrame, changes: dict[str, Any], words: str
 ) -> None:
@@ -298,7 +265,7 @@ def test_what_does_not_go_with_padding_is_refused_before_any_job(
         estimator(**{**SETTINGS, **changes}).fit(sequences)
 
 
-@every(("changes", "error", "words"), BY_THE_ROWS)
+@every_row(*BY_THE_ROWS)
 def test_what_does_not_go_with_padding_is_refused_in_words(
     sequences: DataFrame, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:

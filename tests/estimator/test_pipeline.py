@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from auditing import deeds
-from every_row import every
+from every_row import every, every_row
 from frames import estimator, frame, no_jobs, same_bits
 from hostile import (
     DESCRIPTION,
@@ -124,16 +124,13 @@ def test_a_cross_validator_tries_rates_and_strategies_two_at_once_and_is_saved(
     assert same_bits(cast(TorchModel, last), cast(TorchModel, stages[-1]))
 
 
-@every(
-    ("name", "value", "words"),
-    [
-        ("optimizer", partial(torch.optim.SGD, lr=0.1), r"has SGD\(lr=0.1\).*learningRate"),
-        ("optimizer", torch.optim.Adam, "has Adam for optimizer.*names such as 'Adam'"),
-        ("strategy", ParameterAveraging(), r"has ParameterAveraging\(.*\{'period': 10\}"),
-        ("model", nn.Linear(4, 3), "has Linear for model.*Leave it out"),
-        ("loss", lambda outputs, targets: outputs.mean(), "for loss"),
-        ("learningRate", np.float32(0.1), "for learningRate.*ParamGridBuilder converts it"),
-    ],
+@every_row(
+    ("optimizer", partial(torch.optim.SGD, lr=0.1), r"has SGD\(lr=0.1\).*learningRate"),
+    ("optimizer", torch.optim.Adam, "has Adam for optimizer.*names such as 'Adam'"),
+    ("strategy", ParameterAveraging(), r"has ParameterAveraging\(.*\{'period': 10\}"),
+    ("model", nn.Linear(4, 3), "has Linear for model.*Leave it out"),
+    ("loss", lambda outputs, targets: outputs.mean(), "for loss"),
+    ("learningRate", np.float32(0.1), "for learningRate.*ParamGridBuilder converts it"),
 )
 def test_a_search_that_could_not_be_saved_is_refused_before_its_first_fit(
     rows: DataFrame, name: str, value: Any, words: str
@@ -152,25 +149,22 @@ def test_a_search_that_could_not_be_saved_is_refused_before_its_first_fit(
         assert tried.copy(grid[1]) is not tried
 
 
-@every(
-    ("place", "spec"),
-    [
-        ("model", named("torch.optim.sgd:SGD")),
-        ("model", named("torch.nn.functional:relu")),
-        ("model", bound("torch.nn.functional:relu", 1)),
-        ("model", {"tuple": [1, 2]}),
-        ("loss", named("torch.nn.modules.loss:CrossEntropyLoss")),
-        ("loss", bound("torch.optim.sgd:SGD")),
-        ("optimizer", named(RELU)),
-        ("optimizer", made(RELU)),
-        ("optimizer", named("torch.nn.functional:cross_entropy")),
-        ("scheduler", named("torch.optim.sgd:SGD")),
-        ("strategy", named("sparkdl.strategies.parameter_averaging:ParameterAveraging")),
-        ("strategy", made(RELU)),
-        ("batchTransform", named(RELU)),
-    ],
+@every_row(
+    ("model", named("torch.optim.sgd:SGD")),
+    ("model", named("torch.nn.functional:relu")),
+    ("model", bound("torch.nn.functional:relu", 1)),
+    ("model", {"tuple": [1, 2]}),
+    ("loss", named("torch.nn.modules.loss:CrossEntropyLoss")),
+    ("loss", bound("torch.optim.sgd:SGD")),
+    ("optimizer", named(RELU)),
+    ("optimizer", made(RELU)),
+    ("optimizer", named("torch.nn.functional:cross_entropy")),
+    ("scheduler", named("torch.optim.sgd:SGD")),
+    ("strategy", named("sparkdl.strategies.parameter_averaging:ParameterAveraging")),
+    ("strategy", made(RELU)),
+    ("batchTransform", named(RELU)),
 )
-def test_what_does_not_belong_in_a_place_is_refused(place: str, spec: Json, tmp_path: Path) -> None:
+def test_what_does_not_belong_in_a_place_is_refused(tmp_path: Path, place: str, spec: Json) -> None:
     with pytest.raises(ConfigError, match=f"{place} must be an?"):
         load_object({"recipe": spec}, tmp_path, place, expected=EXPECTED[place], trust=False)
 
@@ -192,36 +186,25 @@ def test_every_way_to_load_refuses_a_command(
     assert not (tmp_path / "touched").exists()
 
 
-@every(
-    ("file", "content", "message"),
-    [
-        ("metadata/part-00000", {**METADATA, "paramMap": {"fit": 3}}, r"Params that.*\['fit'\]"),
-        ("metadata/part-00000", {**METADATA, "paramMap": {"epochs": "many"}}, "epochs must be"),
-        (
-            "metadata/part-00000",
-            {**METADATA, "paramMap": {"tls": "yes"}},
-            "tls must be True or False",
-        ),
-        ("metadata/part-00000", {**METADATA, "paramMap": {"model": "os:system"}}, "model must be"),
-        ("metadata/part-00000", {"uid": "stage"}, "it has no paramMap"),
-        ("metadata/part-00000", [METADATA], "no JSON object"),
-        ("objects.json", {}, r"it contains \[\]"),
-        ("objects.json", {**OBJECTS, "uid": OBJECTS["model"]}, "'uid'"),
-        (
-            "objects.json",
-            {**OBJECTS, "loss": None},
-            "loss was saved as None, which is not an object spec",
-        ),
-        ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is not an object spec"),
-        (
-            "objects.json",
-            {**OBJECTS, "loss": {"recipe": {"new": 3}}},
-            "object spec of loss is damaged",
-        ),
-    ],
+@every_row(
+    ("metadata/part-00000", {**METADATA, "paramMap": {"fit": 3}}, r"Params that.*\['fit'\]"),
+    ("metadata/part-00000", {**METADATA, "paramMap": {"epochs": "many"}}, "epochs must be"),
+    ("metadata/part-00000", {**METADATA, "paramMap": {"tls": "yes"}}, "tls must be True or False"),
+    ("metadata/part-00000", {**METADATA, "paramMap": {"model": "os:system"}}, "model must be"),
+    ("metadata/part-00000", {"uid": "stage"}, "it has no paramMap"),
+    ("metadata/part-00000", [METADATA], "no JSON object"),
+    ("objects.json", {}, r"it contains \[\]"),
+    ("objects.json", {**OBJECTS, "uid": OBJECTS["model"]}, "'uid'"),
+    (
+        "objects.json",
+        {**OBJECTS, "loss": None},
+        "loss was saved as None, which is not an object spec",
+    ),
+    ("objects.json", {**OBJECTS, "loss": {"recipe": {}}}, "which is not an object spec"),
+    ("objects.json", {**OBJECTS, "loss": {"recipe": {"new": 3}}}, "object spec of loss is damaged"),
 )
 def test_a_damaged_estimator_is_refused_with_what_is_wrong(
-    file: str, content: Json, message: str, tmp_path: Path
+    tmp_path: Path, file: str, content: Json, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         TorchEstimator.load(saved_estimator(tmp_path, **{file: content}))

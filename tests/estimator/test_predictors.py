@@ -14,10 +14,7 @@ from frames import CLASSES, WIDTH, descended, features_of, frame, labels_of
 from models import Net
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import OneVsRest
-from pyspark.ml.evaluation import (
-    MulticlassClassificationEvaluator,
-    RegressionEvaluator,
-)
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator, RegressionEvaluator
 from pyspark.ml.feature import IndexToString, StringIndexer
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -243,23 +240,30 @@ def test_one_versus_rest_takes_the_classifier(spark: SparkSession) -> None:
 
 
 def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> None:
-    classifier = TorchClassifier(model=network(), **SETTINGS)
-    one = frame(spark).withColumn("label", F.lit("only"))
-    with pytest.raises(ConfigError, match="'label' holds 1 different strings"):
-        classifier.fit(one)
-    two = classifier.copy().setLabelCols(["label", "id"])
-    with pytest.raises(ConfigError, match="one label column, but labelCols names label, id"):
-        two.fit(frame(spark))
-    flags = frame(spark).withColumn("label", F.col("label") > 0)
-    with pytest.raises(ConfigError, match="'label' holds booleans, but labels are strings"):
-        classifier.copy().setLabels(["true", "false"]).fit(flags)
-    instants = frame(spark).withColumn("label", F.current_timestamp())
-    with pytest.raises(DataError, match=r"'label' holds timestamps: .*session's time zone"):
-        classifier.fit(instants)
-    with pytest.raises(DataError, match="labelCol names the column 'nowhere', which"):
-        classifier.copy().setLabelCol("nowhere").fit(frame(spark))
-    with pytest.raises(ConfigError, match="distinguishes 3 classes, but there are 2 labels"):
-        classifier.fit(named(frame(spark)).where("label != 'cat'"))
+    rows, label = frame(spark), F.col("label")
+    refused: list[tuple[dict[str, Any], DataFrame, str]] = [
+        ({}, rows.withColumn("label", F.lit("only")), "'label' holds 1 different strings"),
+        ({"labelCols": ["label", "id"]}, rows, "one label column, but labelCols names label, id"),
+        (
+            {"labels": ["true", "false"]},
+            rows.withColumn("label", label > 0),
+            "'label' holds booleans, but labels are strings",
+        ),
+        (
+            {},
+            rows.withColumn("label", F.current_timestamp()),
+            r"'label' holds timestamps: .*session's time zone",
+        ),
+        ({"labelCol": "nowhere"}, rows, "labelCol names the column 'nowhere', which"),
+        (
+            {},
+            named(rows).where("label != 'cat'"),
+            "distinguishes 3 classes, but there are 2 labels",
+        ),
+    ]
+    for changes, given, words in refused:
+        with pytest.raises((ConfigError, DataError), match=words):
+            TorchClassifier(model=network(), **SETTINGS, **changes).fit(given)
 
 
 @pytest.mark.gate

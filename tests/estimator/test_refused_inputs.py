@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from frames import Refuse, estimator, frame, no_jobs
 from models import Net, TwoTables
 from pyspark.ml.functions import array_to_vector
@@ -103,7 +103,7 @@ def with_column(spark: SparkSession, name: str, column: str | Callable[[], Colum
     return frame(spark).withColumn(name, F.expr(column) if isinstance(column, str) else column())
 
 
-@every(("name", "column", "fragments", "changes"), TYPES)
+@every_row(*TYPES)
 def test_a_type_that_cannot_be_trained_on_is_named_before_any_job(
     spark: SparkSession, name: str, column: str, fragments: Sequence[str], changes: dict[str, Any]
 ) -> None:
@@ -167,12 +167,9 @@ def test_a_stream_is_refused(spark: SparkSession, refuse: Refuse) -> None:
     refuse(rows, DataError, "is a stream", "foreachBatch")
 
 
-@every(
-    ("column", "dtype", "value", "names"),
-    [
-        ("features", "float16", 1e5, "float16, -65504 to 65504"),
-        ("label", "float32", 1e39, "float32"),
-    ],
+@every_row(
+    ("features", "float16", 1e5, "float16, -65504 to 65504"),
+    ("label", "float32", 1e39, "float32"),
 )
 def test_numbers_out_of_the_dtypes_range_are_named_with_their_place(
     spark: SparkSession, refuse: Refuse, column: str, dtype: str, value: float, names: str
@@ -280,7 +277,7 @@ MODELS: list[tuple[Any, dict[str, Any], list[str]]] = [
 ]
 
 
-@every(("model", "changes", "fragments"), MODELS)
+@every_row(*MODELS)
 def test_a_model_that_cannot_work_is_refused_with_why(
     rows: DataFrame, model: Any, changes: dict[str, Any], fragments: list[str]
 ) -> None:
@@ -367,7 +364,7 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@every(("changes", "fragments"), OTHERS)
+@every_row(*OTHERS)
 def test_a_loss_an_optimizer_or_a_schedule_that_cannot_work_is_refused_with_why(
     rows: DataFrame, changes: dict[str, Any], fragments: list[str]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from frames import estimator, features_of, frame, labels_of, same_bits
 from models import decayed
 from pyspark.sql import DataFrame, SparkSession
@@ -245,17 +245,14 @@ def test_a_fit_that_fails_while_it_trains_leaves_how_far_it_came(
 ENDED = EpochSummary(epoch=1, loss=10.0, examples=10, rounds=1, seconds=1.0)
 
 
-@every(
-    ("events", "fragments"),
-    [
-        ([rows_known(10, 30), window(1, 30, 90.0)], ["epoch 1/3", "30.0/120 "]),
-        ([rows_known(10, 30), window(0, 10, 10.0), window(1, 30, 90.0)], ["loss 2.5000"]),
-        (
-            [rows_known(10), window(0, 10, 100.0), ENDED, window(0, 10, 20.0)],
-            ["loss 2.0000", "epoch 2/3"],
-        ),
-        ([rows_known(10), window(0, 0, 0.0)], ["loss nan"]),
-    ],
+@every_row(
+    ([rows_known(10, 30), window(1, 30, 90.0)], ["epoch 1/3", "30.0/120 "]),
+    ([rows_known(10, 30), window(0, 10, 10.0), window(1, 30, 90.0)], ["loss 2.5000"]),
+    (
+        [rows_known(10), window(0, 10, 100.0), ENDED, window(0, 10, 20.0)],
+        ["loss 2.0000", "epoch 2/3"],
+    ),
+    ([rows_known(10), window(0, 0, 0.0)], ["loss nan"]),
 )
 def test_the_bar_shows_the_rows_of_all_epochs_and_the_mean_loss_of_this_one(
     capsys: pytest.CaptureFixture[str], events: list[Any], fragments: list[str]
@@ -267,14 +264,11 @@ def test_the_bar_shows_the_rows_of_all_epochs_and_the_mean_loss_of_this_one(
     assert [each for each in fragments if each not in shown] == []
 
 
-@every(
-    ("events", "error", "expected"),
-    [
-        # A callback has stopped it: tqdm itself would show that as a failure.
-        ([rows_known(10), window(0, 10, 1.0)], None, (10, 20, "success", None)),
-        ([rows_known(10), window(0, 10, 1.0)], TrainingError("no"), (10, 20, "danger", None)),
-        ([], DataError("no"), (0, 1, "info", "hidden")),
-    ],
+@every_row(
+    # A callback has stopped it: tqdm itself would show that as a failure.
+    ([rows_known(10), window(0, 10, 1.0)], None, (10, 20, "success", None)),
+    ([rows_known(10), window(0, 10, 1.0)], TrainingError("no"), (10, 20, "danger", None)),
+    ([], DataError("no"), (0, 1, "info", "hidden")),
 )
 def test_in_a_notebook_the_color_of_the_bar_says_how_the_training_ended(
     monkeypatch: pytest.MonkeyPatch, events: list[Any], error: Exception | None, expected: Any
@@ -296,35 +290,29 @@ def times(rank: int, **seconds: float) -> WorkerTimes:
     return WorkerTimes(rank, f"host-{rank}", PhaseTimes(0.0, sum(by_phase), by_phase))
 
 
-def test_the_bar_says_what_workers_do_and_who_is_slow(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "LOOK_S", 0.0)
-    with ProgressBar(1, visible=True) as bar:
-        bar(rows_known(10, 10, 10))
-        for rank in (0, 1):
-            bar(times(rank, compute=1.0, wait=3.0))
-        bar(times(2, compute=4.0))
-        bar(window(0, 10, 5.0))
-    shown = capsys.readouterr().err
+@every_row(
     # 6 of 12 s each; the mean is 2 s a worker, and rank 2 takes 4.
-    assert "loss 0.5000" in shown
-    assert "computing 50 %" in shown
-    assert "slow: rank 2 on host-2 (2.0 x)" in shown
-
-
-def test_the_bar_names_nobody_where_all_are_about_as_fast(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    (
+        [(1.0, 3.0), (1.0, 3.0), (4.0, 0.0)],
+        ["loss 0.5000", "computing 50 %", "slow: rank 2 on host-2 (2.0 x)"],
+    ),
+    ([(1.0, 3.0), (1.1, 3.0)], ["waiting 74 %"]),
+)
+def test_the_bar_says_what_workers_do_and_who_is_slow(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: list[tuple[float, float]],
+    told: list[str],
 ) -> None:
     monkeypatch.setattr(progress, "LOOK_S", 0.0)
     with ProgressBar(1, visible=True) as bar:
-        bar(rows_known(10, 10))
-        for rank in (0, 1):
-            bar(times(rank, compute=1.0 + 0.1 * rank, wait=3.0))
+        bar(rows_known(*[10] * len(seconds)))
+        for rank, (compute, wait) in enumerate(seconds):
+            bar(times(rank, compute=compute, wait=wait))
         bar(window(0, 10, 5.0))
     shown = capsys.readouterr().err
-    assert "waiting 74 %" in shown
-    assert "slow" not in shown
+    assert [each for each in told if each not in shown] == []
+    assert ("slow" in shown) == (len(seconds) == 3)
 
 
 def test_a_bar_that_nobody_sees_counts_nothing() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from subprocesses import run_python
 from torch import nn
 from toys import mlp
@@ -63,10 +63,7 @@ def test_what_nvidia_smi_lists_is_what_torch_calls_it() -> None:
     assert f"0, {uuid()}" in listed.stdout.splitlines()
 
 
-@every(
-    ("address", "visible"),
-    [("7", None), ("GPU-00000000", None), ("MIG-77", None), ("MIG-77", "MIG-77"), ("0", "")],
-)
+@every_row(("7", None), ("GPU-00000000", None), ("MIG-77", None), ("MIG-77", "MIG-77"), ("0", ""))
 def test_a_gpu_that_is_not_there_is_an_error_in_words(address: str, visible: str | None) -> None:
     failed = chosen(address, visible)
     assert failed.returncode
@@ -74,14 +71,11 @@ def test_a_gpu_that_is_not_there_is_an_error_in_words(address: str, visible: str
 
 
 @pytest.mark.filterwarnings("ignore:::torch")
-@every(
-    ("dtype", "tolerance", "compiled"),
-    [
-        (None, 1e-6, False),
-        (torch.float16, 5e-3, False),
-        (torch.bfloat16, 3e-2, False),
-        (torch.float16, 5e-3, True),
-    ],
+@every_row(
+    (None, 1e-6, False),
+    (torch.float16, 5e-3, False),
+    (torch.bfloat16, 3e-2, False),
+    (torch.float16, 5e-3, True),
 )
 def test_predictions_are_those_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, tolerance: float, *, compiled: bool

@@ -1,9 +1,10 @@
-"""Training on a GPU comes to what the CPU comes to, whatever the strategy."""
+"""On a GPU a feed and a training come to what they come to on the CPU."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,34 @@ from typing import Any
 import cloudpickle
 import misbehaving
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from interruptions import die_after, policy, same_bits
 from misbehaving import Misbehaves, kill
 from support.replay import recorded_commits, replay
 from torch import Tensor, nn
-from toys import classification, cnn, make_job, mlp, relative_error, schema, sgd_on_union
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+from toys import (
+    classification,
+    cnn,
+    held_out,
+    held_out_schema,
+    make_job,
+    mlp,
+    relative_error,
+    schema,
+    sgd_on_union,
+)
 
+from sparkdl import encodings
 from sparkdl.errors import ConfigError, NonFiniteError, TrainingError, WorkerError
-from sparkdl.feed.feed import FeedOptions
+from sparkdl.feed.feed import Feed, FeedOptions
+from sparkdl.feed.schema import FeedSchema
 from sparkdl.large_batches import LAMB, LARS
-from sparkdl.protocols import ColumnSpec
+from sparkdl.metrics import Metrics
+from sparkdl.protocols import UNKNOWN, Batch, ColumnSpec, Padding
 from sparkdl.strategies import (
     AdaScale,
     AsynchronousOuterOptimizer,
@@ -181,13 +197,10 @@ def test_the_state_of_an_optimizer_on_a_gpu_is_averaged(name: str, dtype: torch.
     check(ParameterAveraging(2), 2, "", "threads", **changes)
 
 
-@every(
-    "options",
-    [
-        FeedOptions(exchange_rows=True),
-        FeedOptions(reshuffle_every=1),
-        FeedOptions(drop_last=True),
-    ],
+@every_row(
+    FeedOptions(exchange_rows=True),
+    FeedOptions(reshuffle_every=1),
+    FeedOptions(drop_last=True),
 )
 def test_however_rows_are_fed_it_learns_the_same(options: FeedOptions) -> None:
     check(ParameterAveraging(2), 2, "", "threads", feed=options)
@@ -286,7 +299,7 @@ class Poisoned(nn.Module):
         return self.net(features) * (math.nan if self.passes >= 3 else 1.0)
 
 
-@every(("strategy", "step"), [(ParameterAveraging(1), 3), (GradientAllReduce(), 3)])
+@every_row((ParameterAveraging(1), 3), (GradientAllReduce(), 3))
 def test_gradients_that_are_not_finite_end_it_with_rank_and_step(
     strategy: Strategy[Any], step: int
 ) -> None:
@@ -314,3 +327,104 @@ def test_two_ranks_on_one_gpu_are_refused_before_nccl_sees_them() -> None:
     job = make_job(mlp(), strategy=GradientAllReduce(), deadline_s=90.0)
     with pytest.raises((ConfigError, TrainingError), match=r"ranks 0 and 1 on .* both use cuda:0"):
         run_world(job, DATA.shards(), ranks_as="processes", devices=[GPU] * 2)
+
+
+ROWS = 60_000
+WIDTH = 64
+
+
+def numbers() -> tuple[FeedSchema, list[pa.RecordBatch]]:
+    generator = np.random.default_rng(1)
+    features = generator.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    columns = FeedSchema(
+        (ColumnSpec("features", torch.float32, (WIDTH,)),), ColumnSpec("label", torch.int64)
+    )
+    return columns, batches_of(4096, features=features, label=np.arange(ROWS))
+
+
+def images() -> tuple[FeedSchema, list[pa.RecordBatch]]:
+    generator = np.random.default_rng(2)
+    octets = [generator.bytes(3 * 16 * 16) for _ in range(ROWS // 10)]
+    table = pa.table({"image": pa.array(octets, pa.binary()), "label": np.arange(len(octets))})
+    image = ColumnSpec("image", torch.uint8, (3, 16, 16), encodings.BYTES)
+    return FeedSchema((image,), ColumnSpec("label", torch.int64)), table.to_batches(500)
+
+
+def sequences() -> tuple[FeedSchema, list[pa.RecordBatch]]:
+    generator = np.random.default_rng(3)
+    lengths = generator.integers(0, 90, ROWS // 10)
+    values = pa.array(generator.integers(1, 999, lengths.sum()))
+    tokens = pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), values)
+    table = pa.table({"tokens": tokens, "label": np.arange(len(lengths))})
+    padded = ColumnSpec("tokens", torch.int64, (UNKNOWN,), padding=Padding(0, "padding_mask"))
+    return FeedSchema((padded,), ColumnSpec("label", torch.int64)), table.to_batches(700)
+
+
+FEEDS = {"numbers": numbers, "images": images, "sequences": sequences}
+
+
+def checksums(batch: Batch, busy: Callable[[], object]) -> Tensor:
+    """Numbers that change with any value and any order, computed behind other work."""
+    busy()
+    found = []
+    for tensor in (*batch.features, batch.targets):
+        flat = tensor.reshape(-1).double()
+        weights = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device)
+        found.append((flat * weights.remainder(8191)).sum())
+    return torch.stack(found)
+
+
+@every_row(*((kind, False) for kind in FEEDS), ("sequences", True))
+def test_every_minibatch_is_the_same_while_the_gpu_is_busy(
+    tmp_path: Path, kind: str, grouped: bool
+) -> None:
+    columns, batches = FEEDS[kind]()
+    large = torch.rand(3000, 3000, device="cuda")
+    found = {}
+    for device in ("cpu", "cuda:0"):
+        busy = (lambda: large @ large) if device != "cpu" else (lambda: None)
+        with Feed(
+            columns,
+            batch_size=97,
+            seed=5,
+            rank=0,
+            directory=tmp_path,
+            device=device,
+            options=FeedOptions(group_by_length=grouped),
+        ) as feed:
+            feed.fill(batches)
+            sums = [checksums(b, busy) for epoch in (1, 2, 3) for b in feed.epoch(epoch)]
+        found[device] = torch.stack(sums).cpu()
+    assert torch.allclose(found["cpu"], found["cuda:0"], rtol=1e-12)
+
+
+def test_abandoned_in_the_middle_of_an_epoch_a_feed_goes_on_with_the_next(tmp_path: Path) -> None:
+    columns, batches = numbers()
+    with Feed(columns, batch_size=97, seed=5, rank=0, directory=tmp_path, device="cuda:0") as feed:
+        feed.fill(batches)
+        for epoch in range(1, 6):
+            for index, _ in enumerate(feed.epoch(epoch)):
+                if index == 3 * epoch:
+                    break
+        ids = torch.cat([batch.targets for batch in feed.epoch(6)])
+    assert torch.equal(ids.sort().values.cpu(), torch.arange(ROWS))
+
+
+def test_validation_and_its_metrics_are_computed_on_it() -> None:
+    metrics = Metrics.of(
+        {"accuracy": MulticlassAccuracy(3, average="micro"), "auroc": MulticlassAUROC(3)},
+        lambda outputs, targets: (outputs.softmax(1), targets),
+    )
+    job = make_job(
+        mlp(),
+        schema=held_out_schema(),
+        metrics=metrics,
+        strategy=ParameterAveraging(2),
+        epochs=3,
+        loss=nn.CrossEntropyLoss(),
+    )
+    shards = held_out([240, 150]).shards(60)
+    on_cpu, on_gpu = (run_world(job, shards, devices=[d] * 2) for d in ("cpu", "cuda:0"))
+    for mine, other in zip(on_gpu.history, on_cpu.history, strict=True):
+        assert mine.validation_loss == pytest.approx(other.validation_loss, rel=1e-8)
+        assert mine.metrics == pytest.approx(other.metrics, rel=1e-5)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every_row
 
 sys.path.append(str(Path(__file__).parents[1] / "planner"))
 from profiles import profile
@@ -46,14 +46,11 @@ def test_json_has_the_same_for_programs(
     assert printed["best"]["params"]["numWorkers"] in (1, 2, 3, 4)
 
 
-@every(
-    ("arguments", "code", "message"),
-    [
-        (["--link", "0 bit/s"], 2, "carries nothing"),
-        (["--efficiency", "2"], 2, "efficiency must be"),
-        (["--summary", "nowhere.json"], 7, "nowhere.json"),
-        (["--summary", __file__], 2, "test_plan_job.py: this is no profile"),
-    ],
+@every_row(
+    (["--link", "0 bit/s"], 2, "carries nothing"),
+    (["--efficiency", "2"], 2, "efficiency must be"),
+    (["--summary", "nowhere.json"], 7, "nowhere.json"),
+    (["--summary", __file__], 2, "test_plan_job.py: this is no profile"),
 )
 def test_what_cannot_be_done_is_an_exit_code_and_a_message(
     files: list[str], capsys: Any, arguments: list[str], code: int, message: str

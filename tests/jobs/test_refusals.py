@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every_row
 
 from sparkdl.errors import ModelError
 from sparkdl.jobs import command
@@ -227,7 +227,7 @@ WRONG: list[tuple[str, str]] = [
 ]
 
 
-@every(("text", "words"), WRONG)
+@every_row(*WRONG)
 def test_what_is_wrong_is_said_in_one_sentence_without_the_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import profile
@@ -108,21 +108,18 @@ def test_compressed_gradients_are_smaller_and_small_ones_are_sent_whole() -> Non
     assert tiny.up == 36
 
 
-@every(
-    "strategy",
-    [
-        GossipAveraging(),
-        ThresholdGradientSharing(),
-        ThresholdGradientSharing(aggregation="executors"),
-        GradientAllReduce(compression=TopK(0.1)),
-        GradientAllReduce(compression=OneBitAdam(10)),
-        GradientAllReduce(preconditioner=KFACPreconditioner()),
-        GradientAllReduce(hybrid=Hybrid("*")),
-        GradientAllReduce(shard_optimizer=True),
-        GradientAllReduce(reduction=ColorTrees()),
-        ParameterAveraging(1, aggregation="executors", reduction=ColorTrees()),
-        OuterOptimizer(((1, 1), (2, 4))),
-    ],
+@every_row(
+    GossipAveraging(),
+    ThresholdGradientSharing(),
+    ThresholdGradientSharing(aggregation="executors"),
+    GradientAllReduce(compression=TopK(0.1)),
+    GradientAllReduce(compression=OneBitAdam(10)),
+    GradientAllReduce(preconditioner=KFACPreconditioner()),
+    GradientAllReduce(hybrid=Hybrid("*")),
+    GradientAllReduce(shard_optimizer=True),
+    GradientAllReduce(reduction=ColorTrees()),
+    ParameterAveraging(1, aggregation="executors", reduction=ColorTrees()),
+    OuterOptimizer(((1, 1), (2, 4))),
 )
 def test_what_depends_on_values_or_a_schedule_has_no_formula(strategy: Strategy[Any]) -> None:
     """Nor what sends more than the gradients: factors, or the parameters that others stepped."""
@@ -288,7 +285,7 @@ def texts() -> Iterator[tuple[str, str]]:
     yield json.dumps({name: each for name, each in good.items() if name != "rows"}), "no profile"
 
 
-@every(("text", "message"), texts())
+@every_row(*texts())
 def test_what_is_no_profile_is_refused(text: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Profile.from_json(text)

@@ -1,14 +1,16 @@
-"""What layers exchange and wait for is the paper's, brute force's, and what a queue would do."""
+"""What layers exchange and wait for, and one option for each of them under a memory budget."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
 import pytest
+import scipy.optimize
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from step_networks import CLASSES, KINDS, Convolutions, Transformer
@@ -30,7 +32,7 @@ from sparkdl.planner.balance import (
 )
 from sparkdl.planner.layers import layer_balance
 from sparkdl.planner.links import Link
-from sparkdl.planner.memory import rows_of
+from sparkdl.planner.memory import fastest, rows_of
 
 
 def full(inputs: int, outputs: int, name: str = "full") -> Layer:
@@ -172,14 +174,11 @@ def few_keys(rows: Tensor) -> Tensor:
 ENCODER = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
 
 
-@every(
-    "model",
-    [
-        After(attention),
-        After(few_keys),
-        After(lambda rows: rows, ENCODER),
-        After(lambda rows: rows[0], nn.LSTM(16, 5, 2, bidirectional=True, batch_first=True)),
-    ],
+@every_row(
+    After(attention),
+    After(few_keys),
+    After(lambda rows: rows, ENCODER),
+    After(lambda rows: rows[0], nn.LSTM(16, 5, 2, bidirectional=True, batch_first=True)),
 )
 def test_fused_operators_count_as_what_they_are_made_of(model: After) -> None:
     rows = torch.randn(6, 32, 16)
@@ -208,15 +207,12 @@ def frozen(rows: Tensor) -> Tensor:
         return ENCODER.eval()(rows)
 
 
-@every(
-    "function, operator",
-    [
-        (lambda rows: torch.fft.rfft(rows).abs(), "aten::_fft_r2c"),
-        (lambda rows: torch.linalg.inv(rows.mT @ rows + torch.eye(16)), "aten::linalg_inv"),
-        (lambda rows: torch.cdist(rows, rows), "aten::_cdist_forward"),
-        (lambda rows: rows + double(rows.detach()), "sparkdl_tests::double"),
-        (lambda rows: rows + frozen(rows), "aten::_transformer_encoder_layer_fwd"),
-    ],
+@every_row(
+    (lambda rows: torch.fft.rfft(rows).abs(), "aten::_fft_r2c"),
+    (lambda rows: torch.linalg.inv(rows.mT @ rows + torch.eye(16)), "aten::linalg_inv"),
+    (lambda rows: torch.cdist(rows, rows), "aten::_cdist_forward"),
+    (lambda rows: rows + double(rows.detach()), "sparkdl_tests::double"),
+    (lambda rows: rows + frozen(rows), "aten::_transformer_encoder_layer_fwd"),
 )
 def test_what_torch_does_not_count_is_said(function: Any, operator: str) -> None:
     found = balance(After(function), torch.randn(2, 8, 16))
@@ -271,21 +267,86 @@ class Nothing(nn.Module):
 EXAMPLE = torch.randn(2, 3, 8, 8)
 
 
-@every(
-    "wrong, error, said",
-    [
-        ({"workers": 0}, ConfigError, "workers must be"),
-        ({"batch_size": 0}, ConfigError, "batch_size must be"),
-        ({"link": 0}, ConfigError, "carries nothing"),
-        ({"link": "fast"}, ConfigError, "cannot be read"),
-        ({"step_s": 0}, ConfigError, "step_s must be"),
-        ({"step_s": math.nan}, ConfigError, "step_s must be"),
-        ({"example": torch.randn(2, 4, 8, 8)}, ModelError, "cannot be trained on 6 rows"),
-        ({"example": Batch((), (), last=False)}, ConfigError, "got nothing"),
-        ({"model": Nothing()}, ModelError, "no layer with parameters takes part"),
-    ],
+@every_row(
+    ({"workers": 0}, ConfigError, "workers must be"),
+    ({"batch_size": 0}, ConfigError, "batch_size must be"),
+    ({"link": 0}, ConfigError, "carries nothing"),
+    ({"link": "fast"}, ConfigError, "cannot be read"),
+    ({"step_s": 0}, ConfigError, "step_s must be"),
+    ({"step_s": math.nan}, ConfigError, "step_s must be"),
+    ({"example": torch.randn(2, 4, 8, 8)}, ModelError, "cannot be trained on 6 rows"),
+    ({"example": Batch((), (), last=False)}, ConfigError, "got nothing"),
+    ({"model": Nothing()}, ModelError, "no layer with parameters takes part"),
 )
 def test_bad_input_is_said(wrong: Any, error: type[Exception], said: str) -> None:
     model, example = wrong.pop("model", Convolutions(1)), wrong.pop("example", EXAMPLE)
     with pytest.raises(error, match=said):
         balance(model, example, **wrong)
+
+
+Option = tuple[float, int]
+Table = list[list[Option]]
+OPTIONS = st.tuples(st.integers(0, 60).map(float), st.integers(0, 12))
+TABLES = st.lists(st.lists(OPTIONS, min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+def seconds(chosen: tuple[Option, ...]) -> float:
+    return math.fsum(each for each, _ in chosen)
+
+
+def taken(chosen: tuple[Option, ...]) -> int:
+    return sum(size for _, size in chosen)
+
+
+def solved(table: Table, budget: int) -> tuple[Option, ...]:
+    picks = fastest(table, budget)
+    return tuple(layer[pick] for layer, pick in zip(table, picks, strict=True))
+
+
+@given(TABLES, st.integers(0, 60))
+def test_the_choice_is_that_of_trying_all(table: Table, budget: int) -> None:
+    fits = [each for each in itertools.product(*table) if taken(each) <= budget]
+    if not fits:
+        with pytest.raises(ConfigError, match="too small"):
+            fastest(table, budget)
+        return
+    found = solved(table, budget)
+    assert seconds(found) == pytest.approx(min(map(seconds, fits)))
+    assert taken(found) <= budget
+
+
+@given(TABLES)
+def test_the_error_names_the_smallest_budget_that_is_enough(table: Table) -> None:
+    least = min(map(taken, itertools.product(*table)))
+    with pytest.raises(ConfigError, match=rf"least take {least:,}\."):
+        fastest(table, least - 1)
+    assert taken(solved(table, least)) == least
+
+
+def test_a_hundred_times_as_many_layers_are_still_exact() -> None:
+    """Layers that are all alike have a closed form: as many keep as fit."""
+    table = [[(1.0, 7), (1.5, 2)]] * 2000
+    found = solved(table, 2 * 2000 + 5 * 1234 + 3)
+    assert seconds(found) == 2000 + 0.5 * (2000 - 1234)
+    assert taken(found) == 2 * 2000 + 5 * 1234
+
+
+def test_options_that_the_solver_takes_for_equally_large_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A terabyte and a byte more; the solver may be asked a few times, not once for each byte."""
+    solve, asked = scipy.optimize.milp, itertools.count(1)
+
+    def few_times(*given: Any, **options: Any) -> Any:
+        assert next(asked) < 5
+        return solve(*given, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", few_times)
+    assert fastest([[(0.0, 10**12 + 9), (1.0, 10**12)]], 10**12) == [1]
+    assert fastest([[(0.0, 10**12 + 9), (1.0, 10**12)]] * 2, 2 * 10**12 + 9) in ([0, 1], [1, 0])
+
+
+def test_no_layers_take_nothing_and_a_layer_without_options_is_refused() -> None:
+    assert fastest([], 0) == []
+    with pytest.raises(ConfigError, match="no options to choose from"):
+        fastest([[(1.0, 1)], []], 10)

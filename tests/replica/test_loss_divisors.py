@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
-from every_row import every
+from every_row import every, every_row
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
@@ -173,16 +173,13 @@ def test_a_row_of_weight_two_counts_like_two_rows(name: str) -> None:
 
 
 @every("weights", [None, torch.ones(2), torch.zeros(2)])
-@every(
-    ("loss", "labels"),
-    [
-        (nn.CrossEntropyLoss(), [-100, -100]),
-        (nn.CrossEntropyLoss(weight=WEIGHT), [3, 3]),  # a class of weight 0
-        (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), [-100, -100]),
-    ],
+@every_row(
+    (nn.CrossEntropyLoss(), [-100, -100]),
+    (nn.CrossEntropyLoss(weight=WEIGHT), [3, 3]),  # a class of weight 0
+    (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), [-100, -100]),
 )
 def test_where_nothing_counts_the_loss_and_its_gradients_are_zero(
-    loss: nn.Module, labels: list[int], weights: Tensor | None
+    weights: Tensor | None, loss: nn.Module, labels: list[int]
 ) -> None:
     replica = Replica(net(), partial(torch.optim.SGD, lr=0.1), copy.deepcopy(loss))
     replica.use_loss("counts")

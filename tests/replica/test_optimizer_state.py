@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from interruptions import same_bits
 from replicas import (
     OPTIMIZERS,
@@ -294,16 +294,13 @@ def job_of(strategy: Strategy[Any], name: str) -> Job:
     return make_job(Scaled(), schema=schema(6, torch.float32), **changes)
 
 
-@every(
-    ("name", "strategy"),
-    [
-        *((name, ParameterAveraging(2)) for name in NAMES),
-        ("Adam", ParameterAveraging(2, wire_dtype="bfloat16")),
-        ("ASGD", OuterOptimizer(2, OuterSGD(0.7, 0.5), inner_state="average")),
-    ],
+@every_row(
+    *((name, ParameterAveraging(2)) for name in NAMES),
+    ("Adam", ParameterAveraging(2, wire_dtype="bfloat16")),
+    ("ASGD", OuterOptimizer(2, OuterSGD(0.7, 0.5), inner_state="average")),
 )
 def test_it_changes_no_bit_of_what_is_learned(
-    name: str, strategy: Strategy[Any], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, name: str, strategy: Strategy[Any]
 ) -> None:
     job = job_of(strategy, name)
     expected = run_world(job, DATA.shards())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from models import decayed
 from replicas import OPTIMIZERS, batch, batch_norm_net, replica_of, train_plainly
 from torch import Tensor, nn
@@ -248,19 +248,16 @@ class Made:
         return decayed(named_parameters, lr)
 
 
-@every(
-    ("build", "wants"),
-    [
-        (decayed, True),
-        (partial(decayed, lr=0.1), True),
-        (Made(), True),
-        (lambda named_parameters: None, True),
-        (torch.optim.SGD, False),
-        (partial(torch.optim.AdamW, lr=0.1), False),
-        (lambda parameters, named_parameters=None: None, False),
-        (lambda *named_parameters: None, False),
-        (print, False),
-    ],
+@every_row(
+    (decayed, True),
+    (partial(decayed, lr=0.1), True),
+    (Made(), True),
+    (lambda named_parameters: None, True),
+    (torch.optim.SGD, False),
+    (partial(torch.optim.AdamW, lr=0.1), False),
+    (lambda parameters, named_parameters=None: None, False),
+    (lambda *named_parameters: None, False),
+    (print, False),
 )
 def test_the_first_argument_says_whether_names_are_wanted(build: Any, wants: bool) -> None:
     assert takes_names(build) == wants

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from replicas import replica_of
 from toys import mlp
 
@@ -98,17 +98,14 @@ def test_the_state_has_the_layout_of_the_whole_and_a_part_of_its_values() -> Non
     assert all(p.is_meta for p in replica.module.parameters())
 
 
-@every(
-    ("optimizer", "keys"),
-    [
-        (torch.optim.SGD, set()),
-        (partial(torch.optim.SGD, momentum=0.9, nesterov=True), {"momentum_buffer"}),
-        (torch.optim.Adam, {"exp_avg", "exp_avg_sq"}),
-        (partial(torch.optim.AdamW, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-        (torch.optim.Adagrad, {"sum"}),
-        (torch.optim.RMSprop, {"square_avg"}),
-        (torch.optim.NAdam, {"exp_avg", "exp_avg_sq"}),
-    ],
+@every_row(
+    (torch.optim.SGD, set()),
+    (partial(torch.optim.SGD, momentum=0.9, nesterov=True), {"momentum_buffer"}),
+    (torch.optim.Adam, {"exp_avg", "exp_avg_sq"}),
+    (partial(torch.optim.AdamW, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    (torch.optim.Adagrad, {"sum"}),
+    (torch.optim.RMSprop, {"square_avg"}),
+    (torch.optim.NAdam, {"exp_avg", "exp_avg_sq"}),
 )
 def test_state_of_the_parameters_shape_is_cut(optimizer: Any, keys: set[str]) -> None:
     named = list(mlp().named_parameters())
@@ -122,14 +119,11 @@ def by_size(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": small, "lr": 0.1}, {"params": large, "lr": 0.2}])
 
 
-@every(
-    "optimizer",
-    [
-        partial(LAMB, lr=0.1),
-        partial(LARS, lr=0.1),
-        partial(torch.optim.Adafactor, lr=0.1),
-        lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1),
-    ],
+@every_row(
+    partial(LAMB, lr=0.1),
+    partial(LARS, lr=0.1),
+    partial(torch.optim.Adafactor, lr=0.1),
+    lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1),
 )
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused(optimizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"steps those otherwise than .*SGD or AdamW"):

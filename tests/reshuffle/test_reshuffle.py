@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from exchanges import by_rank, exchanged, part
 from hypothesis import given
 from hypothesis import strategies as st
@@ -234,12 +234,9 @@ def test_both_ends_cut_the_same_chunks_that_begin_within_the_size(lengths: list[
         assert int(chunk[:-1].sum()) * 800 <= server.CHUNK_BYTES
 
 
-@every(
-    ("lengths", "words"),
-    [
-        ([-1, 5], "rows with -1 to 5 items in column 'tokens'"),
-        ([0, 1 << 40], "rows with 0 to 1099511627776 items"),
-    ],
+@every_row(
+    ([-1, 5], "rows with -1 to 5 items in column 'tokens'"),
+    ([0, 1 << 40], "rows with 0 to 1099511627776 items"),
 )
 def test_lengths_that_no_row_has_are_refused(
     tmp_path: Path, lengths: list[int], words: str

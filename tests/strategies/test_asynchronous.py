@@ -14,7 +14,7 @@ import torch
 from by_hand import Delayed, MeanChange, Replay, Springs, recorded_decisions
 from by_keyword import center_of
 from decided import do
-from every_row import every
+from every_row import every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from misbehaving import die_after
@@ -48,31 +48,28 @@ DELAYED = AsynchronousOuterOptimizer(DelayedNesterov(3, 0.7, 0.5), period=2)
 SPRINGS = ElasticAveraging(period=2, moving_rate=0.2)
 
 
-@every(
-    ("strategy", "by_hand"),
-    [
-        *(
-            (
-                replace(STRATEGY, barrier=barrier, scale_by_staleness=scaled),
-                MeanChange(DATA, 0.8, scale_by_staleness=scaled),
-            )
-            for barrier, scaled in (
-                *((ASP(), True), (SSP(1), False)),
-                *((PSSP(1, 1), True), (Softsync(2), False)),
-            )
-        ),
-        (DELAYED, Delayed(DATA, 3, 0.7, 0.5)),
-        # The third of three is left out of the first round.
-        (ParameterAveraging(2, average_optimizer_state=False, cutoff=1), MeanChange(DATA)),
-        # Zhang et al.'s algorithms 1 and 2, of workers that come one by one.
-        *(
-            (
-                replace(SPRINGS, mode=mode, momentum=momentum),
-                Springs(0.2, momentum, looks_ahead=bool(momentum), reads=mode == "hogwild"),
-            )
-            for mode, momentum in (("asynchronous", 0.8), ("hogwild", 0.8), ("round_robin", 0.0))
-        ),
-    ],
+@every_row(
+    *(
+        (
+            replace(STRATEGY, barrier=barrier, scale_by_staleness=scaled),
+            MeanChange(DATA, 0.8, scale_by_staleness=scaled),
+        )
+        for barrier, scaled in (
+            *((ASP(), True), (SSP(1), False)),
+            *((PSSP(1, 1), True), (Softsync(2), False)),
+        )
+    ),
+    (DELAYED, Delayed(DATA, 3, 0.7, 0.5)),
+    # The third of three is left out of the first round.
+    (ParameterAveraging(2, average_optimizer_state=False, cutoff=1), MeanChange(DATA)),
+    # Zhang et al.'s algorithms 1 and 2, of workers that come one by one.
+    *(
+        (
+            replace(SPRINGS, mode=mode, momentum=momentum),
+            Springs(0.2, momentum, looks_ahead=bool(momentum), reads=mode == "hogwild"),
+        )
+        for mode, momentum in (("asynchronous", 0.8), ("hogwild", 0.8), ("round_robin", 0.0))
+    ),
 )
 def test_the_center_is_what_the_decisions_say(strategy: Any, by_hand: Replay) -> None:
     with recorded_decisions() as decisions:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import trainings
 from by_hand import Springs, in_step
-from every_row import every
+from every_row import every, every_row
 from torch import Tensor, nn
 from toys import classification, make_job, mlp, relative_error, windows_by_hand
 from trainings import EVEN, Point, equal_rows, normed, parabola, slope
@@ -93,7 +93,7 @@ IN_STEP: dict[str, tuple[dict[str, Any], Callable[[], Springs], float]] = {
 }
 
 
-@every(("name", "given"), IN_STEP.items())
+@every_row(*IN_STEP.items())
 def test_in_step_it_is_the_papers_algorithm(name: str, given: Any) -> None:
     changes, hand, within = given
     ranks_as: Any = "processes" if "among" in name else "threads"

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from torch import Tensor, nn
 from toys import Data, classification, make_job, relative_error, sgd_on_union
 from trainings import head, on_backbone
@@ -32,20 +32,17 @@ TRAINED = (6 * 3 + 3) * 8
 """Bytes of a head in float64; its momentum has as many."""
 
 
-@every(
-    ("strategy", "received", "sent"),
-    [
-        (ParameterAveraging(period=2), 8, 8),
-        # A quarter of float64, but for the center at the end.
-        (ParameterAveraging(period=2, wire_dtype="bfloat16"), 2, 1 + 4),
-        (ParameterAveraging(period=2, aggregation="hierarchical"), 4, 4),
-        (ParameterAveraging(period=2, aggregation="executors"), 1, 0),
-        (GradientAllReduce(), 1, 0),
-        (GradientAllReduce(commit_every=1), 4, 0),
-    ],
+@every_row(
+    (ParameterAveraging(period=2), 8, 8),
+    # A quarter of float64, but for the center at the end.
+    (ParameterAveraging(period=2, wire_dtype="bfloat16"), 2, 1 + 4),
+    (ParameterAveraging(period=2, aggregation="hierarchical"), 4, 4),
+    (ParameterAveraging(period=2, aggregation="executors"), 1, 0),
+    (GradientAllReduce(), 1, 0),
+    (GradientAllReduce(commit_every=1), 4, 0),
 )
 def test_rounds_and_copies_have_the_bytes_of_what_is_trained(
-    strategy: Strategy, received: int, sent: int, traffic: Counter[str]
+    traffic: Counter[str], strategy: Strategy, received: int, sent: int
 ) -> None:
     traffic.clear()
     job = make_job(on_backbone(), strategy=strategy, optimizer=MOMENTUM)
@@ -186,13 +183,10 @@ def move_unseen(parameter: nn.Parameter) -> None:
     parameter.data.mul_(0.99)
 
 
-@every(
-    ("deed", "step", "words"),
-    [
-        (unfreeze, 3, "'layers.0.weight' required no gradient when the model was built, but does"),
-        (move, 3, "'layers.0.weight' required no gradient .* its values have changed"),
-        (move_unseen, 4, "'layers.0.weight' required no gradient .* its values have changed"),
-    ],
+@every_row(
+    (unfreeze, 3, "'layers.0.weight' required no gradient when the model was built, but does"),
+    (move, 3, "'layers.0.weight' required no gradient .* its values have changed"),
+    (move_unseen, 4, "'layers.0.weight' required no gradient .* its values have changed"),
 )
 def test_a_backbone_that_begins_to_change_is_an_error_before_its_epoch_counts(
     tmp_path: Path, deed: Callable[[nn.Parameter], None], step: int, words: str
@@ -238,12 +232,9 @@ def nudged(module: nn.Module) -> nn.Module:
     return module
 
 
-@every(
-    ("other", "words"),
-    [
-        (lambda: nudged(on_backbone()), r"was 3906 values \(.*\), is now 3906 values \("),
-        (lambda: on_backbone().requires_grad_(True), r"was 3906 values \(.*\), is now none"),
-    ],
+@every_row(
+    (lambda: nudged(on_backbone()), r"was 3906 values \(.*\), is now 3906 values \("),
+    (lambda: on_backbone().requires_grad_(True), r"was 3906 values \(.*\), is now none"),
 )
 def test_a_checkpoint_is_not_continued_on_another_backbone(
     tmp_path: Path, other: Callable[[], nn.Module], words: str

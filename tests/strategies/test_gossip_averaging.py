@@ -14,7 +14,7 @@ import pytest
 import torch
 import trainings
 from by_keyword import run
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from members import connected
@@ -258,15 +258,12 @@ def test_who_has_ended_its_epoch_or_is_in_another_is_away() -> None:
     np.testing.assert_array_equal(one.end(), 0)
 
 
-@every(
-    "header",
-    [
-        {},
-        {"gossip": "shout", "epoch": 1, "values": 4},
-        {"gossip": "pull", "epoch": "1", "values": 4},
-        {"gossip": "pull", "epoch": 1, "values": 5},
-        {"gossip": "pull", "epoch": 1, "values": None},
-    ],
+@every_row(
+    {},
+    {"gossip": "shout", "epoch": 1, "values": 4},
+    {"gossip": "pull", "epoch": "1", "values": 4},
+    {"gossip": "pull", "epoch": 1, "values": 5},
+    {"gossip": "pull", "epoch": 1, "values": None},
 )
 def test_a_visit_that_no_worker_makes_is_refused(header: dict[str, Any]) -> None:
     with pytest.raises(TrainingError, match="expected a visit to 4 values, got"):

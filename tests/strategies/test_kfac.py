@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from torch import Tensor, nn
 from toys import (
     Data,
@@ -138,7 +138,7 @@ def trained(build: Any, data: Data, settings: KFACPreconditioner, epochs: int = 
     return run_world(job, data.shards(), ranks_as=ranks)  # type: ignore[arg-type]
 
 
-@every(("build", "width", "kl_clip"), [(mlp, 6, None), (mlp, 6, 0.02), (cnn, 36, 0.02)])
+@every_row((mlp, 6, None), (mlp, 6, 0.02), (cnn, 36, 0.02))
 def test_gradients_are_multiplied_by_the_inverse_of_the_kronecker_product(
     build: Any, width: int, kl_clip: float | None
 ) -> None:
@@ -195,13 +195,10 @@ class Group:
         return tensor
 
 
-@every(
-    ("fraction", "decomposition", "gradient"),
-    [
-        (1.0, [(4, 49 + 7 + 64 + 8 + 81 + 9 + 9 + 3)], []),
-        (0.5, [(2, 49 + 7 + 64 + 8)], [(2, 56 + 27)]),  # rank 0 has the first layer
-        (0.25, [], [(4, 56 + 27)]),
-    ],
+@every_row(
+    (1.0, [(4, 49 + 7 + 64 + 8 + 81 + 9 + 9 + 3)], []),
+    (0.5, [(2, 49 + 7 + 64 + 8)], [(2, 56 + 27)]),  # rank 0 has the first layer
+    (0.25, [], [(4, 56 + 27)]),
 )
 def test_what_is_sent_is_what_the_papers_say(
     fraction: float, decomposition: list[Any], gradient: list[Any]
@@ -330,23 +327,3 @@ def test_rows_that_a_worker_runs_for_others_only_are_not_counted() -> None:
 
     beside: Any = trained(BesideNorm, sync=True)
     assert relative_error(beside.mlp, trained(mlp, sync=False)) < 1e-9
-
-
-@every(
-    ("loss", "rate"),
-    [
-        (nn.CrossEntropyLoss(weight=torch.full((3,), 0.1, dtype=torch.float64)), 0.1),
-        (nn.CrossEntropyLoss(reduction="sum"), 0.1 / 4),
-    ],
-)
-def test_its_steps_do_not_depend_on_what_the_loss_divides_by(loss: nn.Module, rate: float) -> None:
-    """Weights that are all the same cancel, and a sum is four times the mean of a step's rows."""
-    strategy = GradientAllReduce(preconditioner=KFACPreconditioner(0.05, 0.9, 2, 3, 0.02))
-    mean, other = (
-        run_world(
-            make_job(mlp(), strategy=strategy, optimizer=partial(SGD, lr=lr), loss=of, epochs=2),
-            classification([16]).shards(),
-        ).module
-        for of, lr in ((nn.CrossEntropyLoss(), 0.1), (loss, rate))
-    )
-    assert relative_error(other, mean) < 1e-9

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import trainings
-from every_row import every
+from every_row import every, every_row
 from members import connected
 from torch import nn
 from toys import Data, batches_by_hand, classification, mlp, relative_error
@@ -93,7 +93,7 @@ def stepped(
     return values - 0.1 * gradient
 
 
-@every(("topology", "period"), [("ring", 1), ("exponential", 2)])
+@every_row(("ring", 1), ("exponential", 2))
 def test_a_training_is_the_product_of_steps_and_matrices(topology: Any, period: int) -> None:
     strategy = GossipAveraging(period, "symmetric", topology)
     outcome = run_world(job(strategy=strategy), DATA.shards())
@@ -210,15 +210,12 @@ def test_who_has_yet_to_come_there_is_waited_for_until_patience_ends(
     assert asked(shown, 2, 0, lambda: True)
 
 
-@every(
-    "header",
-    [
-        {},
-        {"gossip": "pull", "epoch": 1, "iteration": 0, "values": 4},
-        {"gossip": "symmetric", "epoch": 1, "iteration": "0", "values": 4},
-        {"gossip": "symmetric", "epoch": None, "iteration": 0, "values": 4},
-        {"gossip": "symmetric", "epoch": 1, "iteration": 0, "values": 5},
-    ],
+@every_row(
+    {},
+    {"gossip": "pull", "epoch": 1, "iteration": 0, "values": 4},
+    {"gossip": "symmetric", "epoch": 1, "iteration": "0", "values": 4},
+    {"gossip": "symmetric", "epoch": None, "iteration": 0, "values": 4},
+    {"gossip": "symmetric", "epoch": 1, "iteration": 0, "values": 5},
 )
 def test_a_visit_that_no_worker_makes_is_refused(header: dict[str, Any]) -> None:
     shown = Snapshots([torch.zeros(4)])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import trainings
-from every_row import every
+from every_row import every, every_row
 from interruptions import same_bits
 from members import of_all
 from torch import Tensor, nn
@@ -124,9 +124,7 @@ def of_parameters(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramete
     )
 
 
-@every(
-    ("kind", "decay"), [(torch.optim.Adam, 0.0), (torch.optim.Adam, 0.1), (torch.optim.AdamW, 0.1)]
-)
+@every_row((torch.optim.Adam, 0.0), (torch.optim.Adam, 0.1), (torch.optim.AdamW, 0.1))
 def test_it_is_the_papers_rule_in_numpy(kind: type[torch.optim.Adam], decay: float) -> None:
     workers, warm_up, steps = 3, 6, 14
     options: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": decay}

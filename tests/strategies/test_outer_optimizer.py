@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import OUTER, STREAMS, Outer
@@ -36,19 +36,16 @@ from sparkdl.strategies import (
 from sparkdl.testing import run_world
 
 
-@every(
-    ("strategy", "inner"),
-    [
-        *(
-            (OuterOptimizer(2, OUTER, state), inner)
-            for state, inner in (
-                *(("keep", MOMENTUM), ("average", MOMENTUM), ("reset", MOMENTUM)),
-                *(("keep", ADAM), ("average", ADAM), ("reset", ADAGRAD)),
-            )
-        ),
-        (OuterOptimizer(((1, 1), (2, 4)), SLOW_MOMENTUM), SGD),
-        *zip(STREAMS, cycle([SGD, MOMENTUM, ADAM]), strict=False),
-    ],
+@every_row(
+    *(
+        (OuterOptimizer(2, OUTER, state), inner)
+        for state, inner in (
+            *(("keep", MOMENTUM), ("average", MOMENTUM), ("reset", MOMENTUM)),
+            *(("keep", ADAM), ("average", ADAM), ("reset", ADAGRAD)),
+        )
+    ),
+    (OuterOptimizer(((1, 1), (2, 4)), SLOW_MOMENTUM), SGD),
+    *zip(STREAMS, cycle([SGD, MOMENTUM, ADAM]), strict=False),
 )
 def test_it_is_the_algorithm_by_hand_on_unequal_shards(strategy: Any, inner: Any) -> None:
     outcome = run_world(job(strategy=strategy, optimizer=inner), DATA.shards())
@@ -57,25 +54,22 @@ def test_it_is_the_algorithm_by_hand_on_unequal_shards(strategy: Any, inner: Any
     assert [row.examples for row in outcome.history] == [sum(SIZES)] * 3
 
 
-@every(
-    ("strategy", "ends"),
-    [
-        (OuterOptimizer(4), {0: [4, 8, 10], 1: [4, 8, 9], 2: [4, 6]}),
-        (OuterOptimizer(3), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
-        (OuterOptimizer(500), {0: [10], 1: [9], 2: [6]}),
-        (OuterOptimizer(((1, 4), (2, 3))), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
-        (OuterOptimizer(((1, 500), (2, 4), (9, 1))), {0: [4, 8, 10], 1: [4, 8, 9], 2: [4, 6]}),
-        # Fragments in turn, and all of them at the end.
-        (
-            OuterOptimizer(4, fragments=2),
-            {0: [2, 4, 6, 8, 10, 10], 1: [2, 4, 6, 8, 9, 9], 2: [2, 4, 6, 6]},
-        ),
-        (
-            OuterOptimizer(8, fragments=3, overlap=1),
-            {0: [3, 6, 8, 10, 10, 10], 1: [3, 6, 8, 9, 9, 9], 2: [3, 6, 6, 6]},
-        ),
-        (OuterOptimizer(3, overlap=2), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
-    ],
+@every_row(
+    (OuterOptimizer(4), {0: [4, 8, 10], 1: [4, 8, 9], 2: [4, 6]}),
+    (OuterOptimizer(3), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
+    (OuterOptimizer(500), {0: [10], 1: [9], 2: [6]}),
+    (OuterOptimizer(((1, 4), (2, 3))), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
+    (OuterOptimizer(((1, 500), (2, 4), (9, 1))), {0: [4, 8, 10], 1: [4, 8, 9], 2: [4, 6]}),
+    # Fragments in turn, and all of them at the end.
+    (
+        OuterOptimizer(4, fragments=2),
+        {0: [2, 4, 6, 8, 10, 10], 1: [2, 4, 6, 8, 9, 9], 2: [2, 4, 6, 6]},
+    ),
+    (
+        OuterOptimizer(8, fragments=3, overlap=1),
+        {0: [3, 6, 8, 10, 10, 10], 1: [3, 6, 8, 9, 9, 9], 2: [3, 6, 6, 6]},
+    ),
+    (OuterOptimizer(3, overlap=2), {0: [3, 6, 9, 10], 1: [3, 6, 9], 2: [3, 6]}),
 )
 def test_rounds_come_after_every_period_and_at_the_end_of_an_epoch(
     strategy: Any, ends: dict[int, list[int]]
@@ -171,33 +165,22 @@ def sgd(momentum: float) -> partial[torch.optim.Optimizer]:
     return partial(torch.optim.SGD, lr=0.1, momentum=momentum)
 
 
-@every(
-    ("strategy", "optimizer", "remedy"),
-    [
-        (
-            OuterOptimizer(5),
-            sgd(0.9),
-            "Set inner_state='reset', or an outer momentum of at most 0.5",
-        ),
-        (OuterOptimizer(8, fragments=2), sgd(0.9), "Set an outer momentum of at most 0.5"),
-        (OuterOptimizer(5), partial(LARS, lr=0.1), "inner_state='reset'"),
-        (OuterOptimizer(5, OuterSGD(1, 0.6)), sgd(0.1), "times the workers' change"),
-        (OuterOptimizer(5, cutoff=1), sgd(0.9), "inner_state='reset'"),
-        (
-            AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)),
-            sgd(0.9),
-            "Set an outer momentum",
-        ),
-        (OuterOptimizer(5, inner_state="reset"), sgd(0.9), None),
-        (OuterOptimizer(5, OuterSGD(1, 0.5)), sgd(0.9), None),
-        (OuterOptimizer(5), sgd(0.0), None),
-        (OuterOptimizer(5), partial(torch.optim.Adam, lr=0.1), None),
-        (AsynchronousOuterOptimizer(DelayedNesterov(4)), sgd(0.9), None),
-        (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.0), None),
-    ],
+@every_row(
+    (OuterOptimizer(5), sgd(0.9), "Set inner_state='reset', or an outer momentum of at most 0.5"),
+    (OuterOptimizer(8, fragments=2), sgd(0.9), "Set an outer momentum of at most 0.5"),
+    (OuterOptimizer(5), partial(LARS, lr=0.1), "inner_state='reset'"),
+    (OuterOptimizer(5, OuterSGD(1, 0.6)), sgd(0.1), "times the workers' change"),
+    (OuterOptimizer(5, cutoff=1), sgd(0.9), "inner_state='reset'"),
+    (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.9), "Set an outer momentum"),
+    (OuterOptimizer(5, inner_state="reset"), sgd(0.9), None),
+    (OuterOptimizer(5, OuterSGD(1, 0.5)), sgd(0.9), None),
+    (OuterOptimizer(5), sgd(0.0), None),
+    (OuterOptimizer(5), partial(torch.optim.Adam, lr=0.1), None),
+    (AsynchronousOuterOptimizer(DelayedNesterov(4)), sgd(0.9), None),
+    (AsynchronousOuterOptimizer(DelayedNesterov(4, 0.7, 0.9)), sgd(0.0), None),
 )
 def test_outer_momentum_on_inner_momentum_is_warned_of_with_the_remedy(
-    strategy: Strategy[Any], optimizer: Any, remedy: str | None, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture, strategy: Strategy[Any], optimizer: Any, remedy: str | None
 ) -> None:
     strategy.require_fits(Replica(nn.Linear(2, 1), optimizer, nn.MSELoss()))
     if remedy is None:

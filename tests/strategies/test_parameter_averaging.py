@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruptions import same_bits
@@ -251,7 +251,7 @@ def test_changes_rounded_to_bfloat16_travel_between_hosts_and_driver() -> None:
     assert 0 < relative_error(rounded.module, exact.module) <= 1e-2
 
 
-@every(("aggregation", "period"), [("executors", 1), ("hierarchical", 3)])
+@every_row(("executors", 1), ("hierarchical", 3))
 def test_values_that_are_not_finite_are_reported_with_the_rank_that_made_them(
     aggregation: str, period: int
 ) -> None:
@@ -275,7 +275,7 @@ def test_a_worker_that_dies_ends_the_run_by_name_where_no_loss_is_allowed() -> N
         averaged("hierarchical", marked([12, 12, 12], 24 + 5), Kills(), max_failures=0)
 
 
-@every(("name", "averaged"), [*((name, True) for name in OPTIMIZERS), ("adam", False)])
+@every_row(*((name, True) for name in OPTIMIZERS), ("adam", False))
 def test_averaging_with_tails_equals_the_algorithm_by_hand(name: str, averaged: bool) -> None:
     data = classification([31, 18, 26])  # 8, 5 and 7 batches of 4: tails of 2, 2 and 1 steps
     optimizer = OPTIMIZERS[name]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainings
-from every_row import every
+from every_row import every, every_row
 from members import of_all, steps_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -168,14 +168,11 @@ def test_gradients_of_zero_are_sent_as_zero_and_what_follows_them_is_sent() -> N
     assert third.any()
 
 
-@every(
-    ("settings", "within", "octets"),
-    [
-        # Factors of 12 x 9, 6 x 18, 30 x 4 and 2 x 2, and 13 values as they are.
-        (PowerSGD(2, min_compression_rate=0), 2**-7, 4 * 2 * (21 + 24 + 34 + 4) + 2 * 13),
-        # Of 108, 12, 108, 1, 120 and 4 entries.
-        (TopK(0.2), 0.0, (4 + 4) * (22 + 3 + 22 + 1 + 24 + 1)),
-    ],
+@every_row(
+    # Factors of 12 x 9, 6 x 18, 30 x 4 and 2 x 2, and 13 values as they are.
+    (PowerSGD(2, min_compression_rate=0), 2**-7, 4 * 2 * (21 + 24 + 34 + 4) + 2 * 13),
+    # Of 108, 12, 108, 1, 120 and 4 entries.
+    (TopK(0.2), 0.0, (4 + 4) * (22 + 3 + 22 + 1 + 24 + 1)),
 )
 def test_half_precision_is_compressed_in_float32_and_keeps_its_errors_so(
     settings: Any, within: float, octets: int
@@ -202,38 +199,34 @@ SIGNS = sum(-(-values // 8) + 4 for values in (2400, 40, 120, 3))
 ADAM = partial(torch.optim.Adam, lr=0.01, betas=(0.8, 0.9))
 
 
-@every(
-    ("compression", "dtype", "expected"),
-    [
+@every_row(
+    (
+        PowerSGD(3, start_after=4),
+        torch.float32,
+        # (n + m) * rank values of the matrix that is compressed, and the others as they are.
+        [("all_reduce", 4 * WHOLE)] * 4
+        + [("all_reduce", 4 * n) for n in (40 + 120 + 3, 3 * 40, 3 * 60)] * 3,
+    ),
+    *(
         (
-            PowerSGD(3, start_after=4),
-            torch.float32,
-            # (n + m) * rank values of the matrix that is compressed, and the others as they are.
-            [("all_reduce", 4 * WHOLE)] * 4
-            + [("all_reduce", 4 * n) for n in (40 + 120 + 3, 3 * 40, 3 * 60)] * 3,
-        ),
-        *(
-            (
-                TopK(0.03, start_after=3),
-                dtype,
-                [("all_reduce", octets * WHOLE)] * 3
-                + [("all_gather", 4 * ENTRIES), ("all_gather", octets * ENTRIES)] * 4,
-            )
-            for dtype, octets in ((torch.float32, 4), (torch.float64, 8))
-        ),
-        (
-            OneBitAdam(3),
-            torch.float32,
-            [("all_reduce", 4 * WHOLE)] * 3
-            + [("all_to_all_single", SIGNS), ("all_gather", SIGNS)] * 4,
-        ),
-    ],
+            TopK(0.03, start_after=3),
+            dtype,
+            [("all_reduce", octets * WHOLE)] * 3
+            + [("all_gather", 4 * ENTRIES), ("all_gather", octets * ENTRIES)] * 4,
+        )
+        for dtype, octets in ((torch.float32, 4), (torch.float64, 8))
+    ),
+    (
+        OneBitAdam(3),
+        torch.float32,
+        [("all_reduce", 4 * WHOLE)] * 3 + [("all_to_all_single", SIGNS), ("all_gather", SIGNS)] * 4,
+    ),
 )
 def test_each_step_sends_what_the_formula_says(
+    sent: list[tuple[str, torch.dtype, int]],
     compression: Any,
     dtype: torch.dtype,
     expected: list[tuple[str, int]],
-    sent: list[tuple[str, torch.dtype, int]],
 ) -> None:
     sent.clear()
     model = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).to(dtype)
@@ -274,12 +267,9 @@ def by_hand(fraction: float, workers: int, steps: int) -> list[dict[int, np.ndar
     return agreed
 
 
-@every(
-    ("fraction", "places"),
-    [(0.001, None), (0.1, None), (0.1, torch.int64), (0.5, None), (1.0, None)],
-)
+@every_row((0.001, None), (0.1, None), (0.1, torch.int64), (0.5, None), (1.0, None))
 def test_it_is_the_rule_in_numpy_to_the_bit(
-    fraction: float, places: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, fraction: float, places: torch.dtype | None
 ) -> None:
     if places is not None:
         monkeypatch.setattr(power_sgd, "place_dtype", lambda entries: places)
@@ -290,14 +280,11 @@ def test_it_is_the_rule_in_numpy_to_the_bit(
                 np.testing.assert_array_equal(agreed.numpy(), expected[place])
 
 
-@every(
-    ("entries", "dtype"),
-    [
-        ([], torch.int32),
-        ([3, 2**31], torch.int32),
-        ([3, 2**31 + 1], torch.int64),
-        ([2**31 + 1, 3], torch.int64),
-    ],
+@every_row(
+    ([], torch.int32),
+    ([3, 2**31], torch.int32),
+    ([3, 2**31 + 1], torch.int64),
+    ([2**31 + 1, 3], torch.int64),
 )
 def test_places_are_sent_in_numbers_that_reach_the_largest_parameters_end(
     entries: list[int], dtype: torch.dtype
@@ -333,14 +320,11 @@ def mean(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.mean()
 
 
-@every(
-    ("optimizer", "often", "seldom"),
-    [
-        (torch.optim.SGD, TopK(0.3), TopK(0.3)),
-        (torch.optim.SGD, PowerSGD(1, 0, 0), PowerSGD(1, 0, 0)),
-        # Of five steps of the warm-up three use the parameter.
-        (partial(torch.optim.Adam, betas=(0.7, 0.9)), OneBitAdam(3), OneBitAdam(5)),
-    ],
+@every_row(
+    (torch.optim.SGD, TopK(0.3), TopK(0.3)),
+    (torch.optim.SGD, PowerSGD(1, 0, 0), PowerSGD(1, 0, 0)),
+    # Of five steps of the warm-up three use the parameter.
+    (partial(torch.optim.Adam, betas=(0.7, 0.9)), OneBitAdam(3), OneBitAdam(5)),
 )
 def test_steps_that_do_not_use_a_parameter_are_none_to_it(
     optimizer: Any, often: Any, seldom: Any

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from by_hand import recorded_decisions
 from decided import do
-from every_row import every
+from every_row import every, every_row
 from own_asynchronous import EachForItself
 from own_outer_momentum import OuterMomentum
 from support.simulation.plan import random_plan
@@ -274,13 +274,10 @@ def test_ten_thousand_schedules_of_each_strategy_end_so(name: str) -> None:
     assert len(outcomes(ORACLES[name], 10_000)) == 10_000
 
 
-@every(
-    ("changes", "error", "words"),
-    [
-        ({"oracle": partial(scaled, 0.8, by_staleness=True)}, AssertionError, "and the oracle's"),
-        ({"oracle": partial(scaled, 0.7, by_staleness=False)}, AssertionError, "and the oracle's"),
-        ({"most_ahead": 2}, Violation, r"continues after \d windows, but the slowest has \d"),
-    ],
+@every_row(
+    ({"oracle": partial(scaled, 0.8, by_staleness=True)}, AssertionError, "and the oracle's"),
+    ({"oracle": partial(scaled, 0.7, by_staleness=False)}, AssertionError, "and the oracle's"),
+    ({"most_ahead": 2}, Violation, r"continues after \d windows, but the slowest has \d"),
 )
 def test_what_does_not_hold_is_found(
     changes: dict[str, Any], error: type[Exception], words: str

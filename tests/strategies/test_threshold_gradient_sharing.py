@@ -16,7 +16,7 @@ import torch
 import trainings
 from by_hand import Encoder, Shared, recorded_decisions
 from decided import do
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -33,13 +33,10 @@ from sparkdl.testing import run_world
 job = partial(trainings.job, strategy=SHARED)
 
 
-@every(
-    "strategy",
-    [
-        SHARED,
-        ThresholdGradientSharing(0.02, sparsity=None, clip=None),
-        ThresholdGradientSharing(0.005, sparsity=(0.01, 0.1), clip=1.0, period=3),
-    ],
+@every_row(
+    SHARED,
+    ThresholdGradientSharing(0.02, sparsity=None, clip=None),
+    ThresholdGradientSharing(0.005, sparsity=(0.01, 0.1), clip=1.0, period=3),
 )
 def test_it_is_the_rule_in_numpy(strategy: ThresholdGradientSharing) -> None:
     with recorded_decisions() as decisions:
@@ -224,15 +221,12 @@ def shared(encoder: ThresholdEncoder, produced: list[torch.Tensor]) -> list[torc
     return zero
 
 
-@every(
-    "given",
-    [
-        encoding(),
-        encoding(0.0),
-        encoding(shake_every=3),
-        encoding(clip=2.0),
-        encoding(0.1, sparsity=(0.01, 0.1), clip=5.0, shake_every=4),
-    ],
+@every_row(
+    encoding(),
+    encoding(0.0),
+    encoding(shake_every=3),
+    encoding(clip=2.0),
+    encoding(0.1, sparsity=(0.01, 0.1), clip=5.0, shake_every=4),
 )
 def test_a_message_is_the_rule_in_numpy(given: ThresholdGradientSharing) -> None:
     first, *_ = changes(0, torch.float64)
@@ -306,17 +300,14 @@ def total_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs[:, 0].mean()
 
 
-@every(
-    ("moving", "up", "down"),
-    [
-        (0, 8, 8),
-        (10, 8 + 4 * 10, 8 + 4 * 10),
-        (63, 8 + 4 * 63, 8 + 4 * 63),
-        (1000, 8 + 4 * 1000, 8 + 4 * 1000),
-    ],
+@every_row(
+    (0, 8, 8),
+    (10, 8 + 4 * 10, 8 + 4 * 10),
+    (63, 8 + 4 * 63, 8 + 4 * 63),
+    (1000, 8 + 4 * 1000, 8 + 4 * 1000),
 )
 def test_the_driver_receives_and_sends_what_the_formula_says(
-    moving: int, up: int, down: int, traffic: Counter[str]
+    traffic: Counter[str], moving: int, up: int, down: int
 ) -> None:
     """Every entry that moves does so by the learning rate, which is the threshold."""
     traffic.clear()

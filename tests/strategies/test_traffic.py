@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from toys import classification, make_job, mlp, schema
 
 from sparkdl.strategies import (
@@ -85,12 +85,9 @@ def test_the_driver_receives_and_sends_so_many_copies_of_the_parameters_an_epoch
     assert traffic["out"] == (WORKERS + sent) * P  # every worker starts with the center
 
 
-@every(
-    ("inner_state", "wire_dtype", "copies", "octets"),
-    [("keep", "float32", 1, 4), ("keep", "bfloat16", 1, 2), ("average", "bfloat16", 2, 2)],
-)
+@every_row(("keep", "float32", 1, 4), ("keep", "bfloat16", 1, 2), ("average", "bfloat16", 2, 2))
 def test_the_driver_of_an_outer_optimizer_receives_and_sends_so_many_bytes_an_epoch(
-    inner_state: Any, wire_dtype: Any, copies: int, octets: int, traffic: Counter[str]
+    traffic: Counter[str], inner_state: Any, wire_dtype: Any, copies: int, octets: int
 ) -> None:
     """Changes but for the first and the last that a worker receives, which are the center."""
     traffic.clear()

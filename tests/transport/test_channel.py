@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import pytest
-from every_row import every
+from every_row import every, every_row
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -271,36 +271,30 @@ class TestWhatNoWorkerSends:
         channel.begin(conversation())
         receive_all(channel)
 
-    @every(
-        ("octets", "words"),
-        [
-            (b"\x03\x00\x00\x00\x00", "a message of unknown kind 3 arrived"),
-            (b"GET / HTTP/1.1", "a message of unknown kind 71 arrived"),
-            (
-                b"\x01" + (MAX_HEADER_BYTES + 1).to_bytes(4, "big"),
-                f"a header of {MAX_HEADER_BYTES + 1} bytes arrived, more than {MAX_HEADER_BYTES}",
-            ),
-            (values(b"abc"), "values arrived where a header was expected"),
-            (values(b""), "values arrived where a header was expected"),
-            *(
-                (b"\x01" + len(said).to_bytes(4, "big") + said, "without a readable header")
-                for said in (b"", b"[]", b"3", b"null", b"{}}", b"\xff\xfe", b"[" * 100_000)
-            ),
-        ],
+    @every_row(
+        (b"\x03\x00\x00\x00\x00", "a message of unknown kind 3 arrived"),
+        (b"GET / HTTP/1.1", "a message of unknown kind 71 arrived"),
+        (
+            b"\x01" + (MAX_HEADER_BYTES + 1).to_bytes(4, "big"),
+            f"a header of {MAX_HEADER_BYTES + 1} bytes arrived, more than {MAX_HEADER_BYTES}",
+        ),
+        (values(b"abc"), "values arrived where a header was expected"),
+        (values(b""), "values arrived where a header was expected"),
+        *(
+            (b"\x01" + len(said).to_bytes(4, "big") + said, "without a readable header")
+            for said in (b"", b"[]", b"3", b"null", b"{}}", b"\xff\xfe", b"[" * 100_000)
+        ),
     )
     def test_where_a_header_is_due(self, octets: bytes, words: str) -> None:
         with pytest.raises(TrainingError, match=words):
             self.send(octets)
 
-    @every(
-        ("octets", "words"),
-        [
-            *(
-                (bytes(values_prefix(size)), f"^{size} bytes of values arrived, expected 20; ")
-                for size in (0, 19, 21, 2**32 - 1)
-            ),
-            (header_message({"window": 1}), r"in the middle of values: .'window': 1"),
-        ],
+    @every_row(
+        *(
+            (bytes(values_prefix(size)), f"^{size} bytes of values arrived, expected 20; ")
+            for size in (0, 19, 21, 2**32 - 1)
+        ),
+        (header_message({"window": 1}), r"in the middle of values: .'window': 1"),
     )
     def test_where_values_are_due(self, octets: bytes, words: str) -> None:
         with pytest.raises(TrainingError, match=words):

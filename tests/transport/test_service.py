@@ -1,27 +1,44 @@
-"""Connections are told apart by what they say first; nothing that blocks keeps others waiting."""
+"""The averager's port, also with encrypted connections."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
-from every_row import every
+import torch
+from by_keyword import open_averager
+from every_row import every, every_row
 from subprocesses import printed_by
-from toys import sparkdl_threads
+from support.faults import Proxy
+from torch import nn
+from toys import classification, make_job, mlp, parameters_of, sparkdl_threads
 
-from sparkdl.errors import DisconnectedError, SparkDLError, TrainingError
+from sparkdl.averager import Averager, AveragerClient
+from sparkdl.averager.values.wire_format import FULL_PRECISION
+from sparkdl.driver import run
+from sparkdl.errors import ConfigError, DisconnectedError, SparkDLError, TrainingError
+from sparkdl.feed.feed import FeedOptions
+from sparkdl.protocols import Segment
+from sparkdl.testing import _threads, run_world
 from sparkdl.transport.channel import HEADER, PAUSE, Channel, Conversation, LeftError
 from sparkdl.transport.connection import Connection
 from sparkdl.transport.daemon_pool import DaemonPool
+from sparkdl.transport.handshake import MAGIC
+from sparkdl.transport.port import Port
 from sparkdl.transport.service import Service
+from sparkdl.transport.sockets import Certificate, Encrypted
 
 WAIT_S = 20.0
 Seen: TypeAlias = "queue.SimpleQueue[tuple[str, str]]"
@@ -91,10 +108,7 @@ def connected(service: Service, *headers: dict[str, Any]) -> Connection:
     return connection
 
 
-@pytest.mark.parametrize(
-    ("said", "by"),
-    [({"second": 1}, "second"), ({"x": 1, "first": 2}, "first"), ({"neither": 1}, "first")],
-)
+@every_row(({"second": 1}, "second"), ({"x": 1, "first": 2}, "first"), ({"neither": 1}, "first"))
 def test_the_first_header_decides_who_serves_a_connection_from_then_on(
     service: Service, said: dict[str, Any], by: str
 ) -> None:
@@ -308,3 +322,104 @@ def test_what_was_not_begun_is_still_done_after_the_close_unless_cancelled(cance
             waiting.result(WAIT_S)
     else:
         assert waiting.result(WAIT_S) == "done"
+
+
+LAYOUT = (Segment("parameters", torch.float32, 5),)
+SILENCE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    return Certificate()
+
+
+def test_a_worker_does_not_talk_to_a_man_in_the_middle_with_a_certificate_of_his_own() -> None:
+    with open_averager(LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, tls=True) as averager:
+        seen: list[bytes] = []
+
+        def listen(met: Connection) -> None:
+            seen.append(met._receive(1))
+
+        middle = Port("127.0.0.1", averager.address.token, listen, encrypted=True)
+        try:
+            address = replace(averager.address, port=middle.number)
+            told = rf"rank 0 cannot reach .*SHA-256 {middle.fingerprint}, but .* intercepting"
+            with pytest.raises(DisconnectedError, match=told):
+                AveragerClient(address, 0, FULL_PRECISION)
+        finally:
+            middle.close()
+    assert seen == []
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["encrypted", "plain"])
+def test_an_end_that_encrypts_and_one_that_does_not_never_meet(
+    tls: bool, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkdl.transport.connection.INTRODUCE_S", 0.5)
+    with open_averager(
+        LAYOUT, [torch.ones(5)], 1, FULL_PRECISION, deadline_s=5, tls=tls
+    ) as averager:
+        other = replace(averager.address, fingerprint=None if tls else certificate.fingerprint)
+        with pytest.raises(DisconnectedError, match="rank 0"):
+            AveragerClient(other, 0, FULL_PRECISION, deadline_s=1)
+        assert averager.losses == []
+
+
+def test_without_the_package_for_certificates_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match=r"pip install 'sparkdl-torch\[tls\]'"):
+        Port("127.0.0.1", "token", lambda met: None, encrypted=True)
+
+
+def bytes_on_the_wire(model: nn.Module, tls: bool, folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """What passes between workers and averager in a training, and the parameters it ends with."""
+    job = make_job(model, epochs=2, tls=tls)
+    shards = classification([12, 12]).shards()
+    start = _threads(job, shards, folder)
+    seen = bytearray()
+
+    @contextlib.contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        with Proxy(averager.address, on_bytes=seen.extend) as proxy:
+            through: Any = SimpleNamespace(address=proxy.address, fail=averager.fail)
+            with start(through):
+                yield
+
+    module = run(job, 2, launch).module
+    return bytes(seen), parameters_of(module)
+
+
+def test_nothing_readable_passes_between_workers_and_averager(tmp_path: Path) -> None:
+    model = mlp()
+    plain, expected = bytes_on_the_wire(model, False, tmp_path)
+    encrypted, parameters = bytes_on_the_wire(model, True, tmp_path)
+    # What was sent last are the final parameters, in the model's own float64.
+    secrets = [expected["0.bias"].tobytes(), b'"window"', b'"shard"', MAGIC]
+    assert [secret in plain for secret in secrets] == [True] * 4
+    assert [secret in encrypted for secret in secrets] == [False] * 4
+    assert all((parameters[name] == expected[name]).all() for name in expected)
+
+
+def test_rows_that_are_dealt_anew_are_encrypted_and_the_result_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[bool] = []
+    receive = Encrypted.recv_into
+
+    def counted(self: Encrypted, *arguments: Any) -> int:
+        used.append(True)
+        return receive(self, *arguments)
+
+    model = mlp()
+
+    def train(tls: bool) -> dict[str, Any]:
+        job = make_job(model, epochs=3, tls=tls, feed=FeedOptions(reshuffle_every=1))
+        return parameters_of(run_world(job, classification([9, 14]).shards()).module)
+
+    expected = train(False)
+    monkeypatch.setattr(Encrypted, "recv_into", counted)
+    found = train(True)
+    assert used
+    assert all((found[name] == expected[name]).all() for name in expected)

@@ -16,6 +16,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from every_row import every, every_row
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -152,19 +153,18 @@ HOSTILE = {
 }
 
 
-def test_whatever_is_raised_is_named_and_cut_to_size(subtests: pytest.Subtests) -> None:
-    for begins in HOSTILE:
-        with subtests.test(begins=begins):
-            try:
-                raise HOSTILE[begins]
-            except BaseException as error:
-                name, told, text = message_of(error), traceback_of(error), text_of(error)
-            assert begins in name
-            assert begins.partition(":")[0] in told
-            assert "test_user_code.py" in told
-            assert max(map(len, (name, told, text))) < 21_000
-            for each in (name, told, text):
-                each.encode()
+@every("begins", HOSTILE)
+def test_whatever_is_raised_is_named_and_cut_to_size(begins: str) -> None:
+    try:
+        raise HOSTILE[begins]
+    except BaseException as error:
+        name, told, text = message_of(error), traceback_of(error), text_of(error)
+    assert begins in name
+    assert begins.partition(":")[0] in told
+    assert "test_user_code.py" in told
+    assert max(map(len, (name, told, text))) < 21_000
+    for each in (name, told, text):
+        each.encode()
 
 
 def test_what_is_cut_keeps_its_beginning_and_its_end() -> None:
@@ -246,19 +246,20 @@ def test_what_is_noted_does_not_change_the_pickle() -> None:
     assert pickled(value, set()) == cloudpickle.dumps(value)
 
 
-def test_import_statements_of_every_form_are_seen(subtests: pytest.Subtests) -> None:
-    for source, package, names in [
-        ("import a.b, c as d", None, {"a.b", "c"}),
-        ("from a import b as c, d", None, {"a"}),
-        ("from a import *", None, {"a"}),
-        ("from . import b\nfrom ..c import d", "p.q", {"p.q"}),
-        ("from . import b", None, set()),
-        ("class A:\n  def f(self):\n    return lambda: __import__('x')", None, set()),
-        ("if 0.5:\n  try:\n    import a\n  except ImportError:\n    import b", None, {"a", "b"}),
-    ]:
-        with subtests.test(source=source, package=package, names=names):
-            code = compile(source, "a_file", "exec")
-            assert set(imported_names(code, package)) == names
+@every_row(
+    ("import a.b, c as d", None, {"a.b", "c"}),
+    ("from a import b as c, d", None, {"a"}),
+    ("from a import *", None, {"a"}),
+    ("from . import b\nfrom ..c import d", "p.q", {"p.q"}),
+    ("from . import b", None, set()),
+    ("class A:\n  def f(self):\n    return lambda: __import__('x')", None, set()),
+    ("if 0.5:\n  try:\n    import a\n  except ImportError:\n    import b", None, {"a", "b"}),
+)
+def test_import_statements_of_every_form_are_seen(
+    source: str, package: str | None, names: set[str]
+) -> None:
+    code = compile(source, "a_file", "exec")
+    assert set(imported_names(code, package)) == names
 
 
 def test_imports_behind_more_than_256_constants_are_seen(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from every_row import every
+from every_row import every_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,17 +23,14 @@ from sparkdl.volumes.grid import (
 LARGE = Patches((2000, 5000, 5000), (20, 256, 256), (4, 64, 64), (0, 0, 0))
 
 
-@every(
-    ("size", "length", "stride", "starts"),
-    [
-        (10, 4, 3, (0, 3, 6)),
-        (11, 4, 3, (0, 3, 6, 7)),
-        (4, 4, 3, (0,)),
-        (3, 4, 3, (0,)),
-        (5, 4, 3, (0, 1)),
-        (1, 1, 1, (0,)),
-        (3, 1, 1, (0, 1, 2)),
-    ],
+@every_row(
+    (10, 4, 3, (0, 3, 6)),
+    (11, 4, 3, (0, 3, 6, 7)),
+    (4, 4, 3, (0,)),
+    (3, 4, 3, (0,)),
+    (5, 4, 3, (0, 1)),
+    (1, 1, 1, (0,)),
+    (3, 1, 1, (0, 1, 2)),
 )
 def test_patches_begin_a_stride_apart_and_the_last_ends_at_the_edge(
     size: int, length: int, stride: int, starts: Sizes
@@ -67,10 +64,7 @@ def test_chunks_are_a_partition_of_the_array() -> None:
     assert len(met) == len(set(met)) == 5 * 7 * 4
 
 
-@every(
-    ("patch", "overlap", "crop"),
-    [((4, 4), (4, 2), (0, 0)), ((4, 4), (2, 5), (0, 0)), ((8, 8), (2, 4), (2, 2))],
-)
+@every_row(((4, 4), (4, 2), (0, 0)), ((4, 4), (2, 5), (0, 0)), ((8, 8), (2, 4), (2, 2)))
 def test_patches_that_would_leave_gaps_or_never_end_are_refused(
     patch: Sizes, overlap: Sizes, crop: Sizes
 ) -> None:
@@ -78,16 +72,13 @@ def test_patches_that_would_leave_gaps_or_never_end_are_refused(
         Patches((100, 100), patch, overlap, crop)
 
 
-@every(
-    ("chunk", "text"),
-    [
-        ((64, 128, 128), None),
-        ((2000, 5000, 5000), None),
-        ((2048, 8192, 8192), None),
-        ((65, 128, 128), "no multiple of the output's blocks of"),
-        ((64, 32, 128), "smaller than overlap"),
-        ((2, 128, 128), "smaller than overlap"),
-    ],
+@every_row(
+    ((64, 128, 128), None),
+    ((2000, 5000, 5000), None),
+    ((2048, 8192, 8192), None),
+    ((65, 128, 128), "no multiple of the output's blocks of"),
+    ((64, 32, 128), "smaller than overlap"),
+    ((2, 128, 128), "smaller than overlap"),
 )
 def test_a_chunk_of_ones_own_is_whole_blocks_and_at_least_the_overlap(
     chunk: Sizes, text: str | None
@@ -100,15 +91,12 @@ def test_a_chunk_of_ones_own_is_whole_blocks_and_at_least_the_overlap(
         require_chunk(chunk, blocks, LARGE)
 
 
-@every(
-    ("shape", "depth", "chunk", "blocks"),
-    [
-        ((10, 20, 30), 96, (64, 192, 192), (10, 30, 30)),
-        ((5000, 5000), 448, (896, 896), (448, 448)),
-        ((2000, 5000, 5000), 20, (680, 768, 768), (20, 64, 64)),
-        ((2000, 5000, 5000), 96, (60, 70, 200), (60, 70, 50)),
-        ((2000, 5000, 5000), 96, (61, 7, 4096), (61, 7, 64)),
-    ],
+@every_row(
+    ((10, 20, 30), 96, (64, 192, 192), (10, 30, 30)),
+    ((5000, 5000), 448, (896, 896), (448, 448)),
+    ((2000, 5000, 5000), 20, (680, 768, 768), (20, 64, 64)),
+    ((2000, 5000, 5000), 96, (60, 70, 200), (60, 70, 50)),
+    ((2000, 5000, 5000), 96, (61, 7, 4096), (61, 7, 64)),
 )
 def test_blocks_are_near_a_cube_and_divide_the_chunk(
     shape: Sizes, depth: int, chunk: Sizes, blocks: Sizes
@@ -116,15 +104,12 @@ def test_blocks_are_near_a_cube_and_divide_the_chunk(
     assert default_blocks(shape, (depth, 1, 1), chunk) == tuple(map(min, shape, blocks))
 
 
-@every(
-    ("patches", "outputs", "slots", "chunk"),
-    [
-        (LARGE, 1, 2, (2000, 768, 768)),
-        (LARGE, 1, 100, (240, 768, 768)),
-        (LARGE, 16, 2, (2000, 256, 256)),
-        (Patches((20, 24, 28), (6, 8, 8), (2, 4, 4), (0, 0, 0)), 1, 2, (6, 1672, 1672)),
-        (Patches((5000, 5000), (512, 512), (64, 64), (0, 0)), 1, 1, (1536, 32768)),
-    ],
+@every_row(
+    (LARGE, 1, 2, (2000, 768, 768)),
+    (LARGE, 1, 100, (240, 768, 768)),
+    (LARGE, 16, 2, (2000, 256, 256)),
+    (Patches((20, 24, 28), (6, 8, 8), (2, 4, 4), (0, 0, 0)), 1, 2, (6, 1672, 1672)),
+    (Patches((5000, 5000), (512, 512), (64, 64), (0, 0)), 1, 1, (1536, 32768)),
 )
 def test_a_chunk_that_nobody_chose_is_some_patches_across_and_leaves_several_for_each_slot(
     patches: Patches, outputs: int, slots: int, chunk: Sizes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every, every_row
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.volumes.records import Marker, Records, digest_of
@@ -37,14 +37,11 @@ def test_a_job_is_known_again_with_the_chunk_that_it_was_begun_with(tmp_path: Pa
     assert Records(tmp_path / "out").claim(PLANNED) == PLANNED
 
 
-@every(
-    ("changes", "text"),
-    [
-        ({"model": "UNet 1e"}, "model was UNet 0f, is UNet 1e"),
-        ({"patch": [8, 9]}, r"patch was \[8, 8\], is \[8, 9\]"),
-        ({"chunk": [32, 16]}, r"chunk was \[16, 16\], is \[32, 16\]"),
-        ({"skip": "zeros"}, "skip was None, is zeros"),
-    ],
+@every_row(
+    ({"model": "UNet 1e"}, "model was UNet 0f, is UNet 1e"),
+    ({"patch": [8, 9]}, r"patch was \[8, 8\], is \[8, 9\]"),
+    ({"chunk": [32, 16]}, r"chunk was \[16, 16\], is \[32, 16\]"),
+    ({"skip": "zeros"}, "skip was None, is zeros"),
 )
 def test_another_job_is_refused_with_what_differs(
     tmp_path: Path, changes: dict[str, Any], text: str
@@ -54,15 +51,12 @@ def test_another_job_is_refused_with_what_differs(
         Records(tmp_path / "out").claim({**JOB, **changes})
 
 
-@every(
-    ("name", "place"),
-    [
-        *((name, "{}") for name in (".zarray", "zarr.json", "info", "attributes.json", ".zgroup")),
-        *((".zarray", place) for place in ("file://{}", "file://{}/", "file://{}|zarr2:")),
-        (".zarray", {"driver": "auto", "kvstore": "file://{}"}),
-        (".zarray", {"driver": "zarr", "kvstore": {"driver": "file", "path": "{}"}}),
-        ("own", {"driver": "zarr", "kvstore": "file://{}", "metadata_key": "own"}),
-    ],
+@every_row(
+    *((name, "{}") for name in (".zarray", "zarr.json", "info", "attributes.json", ".zgroup")),
+    *((".zarray", place) for place in ("file://{}", "file://{}/", "file://{}|zarr2:")),
+    (".zarray", {"driver": "auto", "kvstore": "file://{}"}),
+    (".zarray", {"driver": "zarr", "kvstore": {"driver": "file", "path": "{}"}}),
+    ("own", {"driver": "zarr", "kvstore": "file://{}", "metadata_key": "own"}),
 )
 def test_an_array_that_is_not_ours_is_refused_and_left_alone(
     tmp_path: Path, name: str, place: Any
@@ -74,14 +68,11 @@ def test_an_array_that_is_not_ours_is_refused_and_left_alone(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@every(
-    ("name", "place", "refused"),
-    [
-        *(("holiday/1.jpg", place, True) for place in ("{}", "file://{}", "file://{}|zarr3:")),
-        ("c/0/0", {"driver": "zarr3", "kvstore": "file://{}"}, True),
-        (".DS_Store", "{}", False),
-        (".sparkdl/chunks/3", "{}", False),
-    ],
+@every_row(
+    *(("holiday/1.jpg", place, True) for place in ("{}", "file://{}", "file://{}|zarr3:")),
+    ("c/0/0", {"driver": "zarr3", "kvstore": "file://{}"}, True),
+    (".DS_Store", "{}", False),
+    (".sparkdl/chunks/3", "{}", False),
 )
 def test_a_place_that_holds_other_things_is_refused_and_left_alone(
     tmp_path: Path, name: str, place: Any, refused: bool

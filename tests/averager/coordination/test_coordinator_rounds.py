@@ -10,7 +10,7 @@ from typing import Any
 
 from decided import Told, do
 from decisions import Run, commit, expect_failure, only, report, started
-from every_row import every
+from every_row import every, every_row
 
 from sparkdl.errors import DeadlineError, TrainingError
 
@@ -116,40 +116,37 @@ def after_a_window_that_was_not_the_last(run: Run) -> list[Told]:
 LEFT = "rank 0 on host-0 left the run before the end of epoch 1. .*last=True"
 
 
-@every(
-    ("act", "words"),
-    [
-        (
-            lambda run: run.contribute(0) + run.close(0),
-            "rank 0 contributed a window out of order in epoch 1, step 1",
-        ),
-        (while_another_waits, "rank 0 on host-0 closed a window twice"),
-        (behind_the_last_of_the_epoch, "rank 0 contributed a window out of order"),
-        (in_the_next_epoch, "rank 1 on host-1 .*window of epoch 2, but the run is in epoch 1"),
-        (in_the_epoch_before, "rank 1 on host-1 .*window of epoch 1, but the run is in epoch 2"),
-        (
-            after_another_has_left,
-            "rank 1 on host-1 contributed a window of epoch 2, but rank 0 on host-0 had already "
-            "left the run: all workers must train the same number of epochs",
-        ),
-        (lambda run: run.round(step=7) + run.finish(0), LEFT),
-        (lambda run: run.close(1) + run.finish(0), LEFT),
-        (lambda run: run.contribute(1) + run.finish(0), LEFT),
-        (lambda run: run.contribute(1, last=True) + run.finish(0), LEFT),
-        (after_a_window_that_was_not_the_last, LEFT),
-        (
-            lambda run: gather(run, 1) + run.finish(0),
-            "rank 0 on host-0 left the run .*exchange among the workers",
-        ),
-        (
-            lambda run: run.finish(0) + gather(run, 1),
-            "rank 1 on host-1 .*exchange.*, .*rank 0 on host-0 .*left the run",
-        ),
-        (
-            lambda run: gather(run, 0) + gather(run, 0),
-            "rank 0 on host-0 contributed twice to a gather before all others had contributed once",
-        ),
-    ],
+@every_row(
+    (
+        lambda run: run.contribute(0) + run.close(0),
+        "rank 0 contributed a window out of order in epoch 1, step 1",
+    ),
+    (while_another_waits, "rank 0 on host-0 closed a window twice"),
+    (behind_the_last_of_the_epoch, "rank 0 contributed a window out of order"),
+    (in_the_next_epoch, "rank 1 on host-1 .*window of epoch 2, but the run is in epoch 1"),
+    (in_the_epoch_before, "rank 1 on host-1 .*window of epoch 1, but the run is in epoch 2"),
+    (
+        after_another_has_left,
+        "rank 1 on host-1 contributed a window of epoch 2, but rank 0 on host-0 had already "
+        "left the run: all workers must train the same number of epochs",
+    ),
+    (lambda run: run.round(step=7) + run.finish(0), LEFT),
+    (lambda run: run.close(1) + run.finish(0), LEFT),
+    (lambda run: run.contribute(1) + run.finish(0), LEFT),
+    (lambda run: run.contribute(1, last=True) + run.finish(0), LEFT),
+    (after_a_window_that_was_not_the_last, LEFT),
+    (
+        lambda run: gather(run, 1) + run.finish(0),
+        "rank 0 on host-0 left the run .*exchange among the workers",
+    ),
+    (
+        lambda run: run.finish(0) + gather(run, 1),
+        "rank 1 on host-1 .*exchange.*, .*rank 0 on host-0 .*left the run",
+    ),
+    (
+        lambda run: gather(run, 0) + gather(run, 0),
+        "rank 0 on host-0 contributed twice to a gather before all others had contributed once",
+    ),
 )
 def test_what_no_worker_of_ours_does_ends_the_run_and_says_who_did_it(
     act: Callable[[Run], list[Told]], words: str
@@ -196,7 +193,7 @@ class TestSilence:
         words = "^rank 1 on host-1 did not take the center of round 1 within 10 s"
         expect_failure(run, run.wait(10), DeadlineError, words)
 
-    @every(("deadline_s", "pause_s", "tick_s"), [(10, 3600, 1), (2, 3, 0.5)])
+    @every_row((10, 3600, 1), (2, 3, 0.5))
     def test_a_pause_of_the_driver_judges_nobody(
         self, deadline_s: float, pause_s: float, tick_s: float
     ) -> None:

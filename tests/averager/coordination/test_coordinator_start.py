@@ -9,7 +9,7 @@ from typing import Any
 
 from decided import Told, do
 from decisions import Run, expect_failure, only, report, shard, started
-from every_row import every
+from every_row import every, every_row
 
 from sparkdl.averager.coordination.membership import Member
 from sparkdl.averager.coordination.rank_states import BEFORE, Ranks, RankState, Window
@@ -48,32 +48,29 @@ def test_the_statistics_have_the_rows_by_rank_and_the_columns_added_whatever_the
     assert run.read(1, shard(0)) == [do.report(statistics)]
 
 
-@every(
-    ("run", "act", "error", "words"),
-    [
-        (Run(2), lambda run: run.join(2), TrainingError, "rank 2 on host-2 joined a run of 2 w"),
-        (Run(2), lambda run: run.join(-1), TrainingError, "rank -1 on host--1 joined a run of 2 w"),
-        (
-            joined(1),
-            lambda run: run.join(0, host="second-host"),
-            TrainingError,
-            "rank 0 joined from second-host.*from host-0",
-        ),
-        (Run(2), lambda run: run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 built"),
-        (
-            Run(2, frozen="f1"),
-            lambda run: run.join(0, frozen="f1") + run.join(1, frozen="f2"),
-            ModelError,
-            "rank 1 on host-1 built",
-        ),
-        (
-            joined(2),
-            lambda run: run.read(0) + run.read(1, shard(3, columns=2)),
-            TrainingError,
-            "rank 1 has 2 columns, unlike the others",
-        ),
-        (started(1), lambda run: run.read(0), TrainingError, "rank 0 reported its rows twice"),
-    ],
+@every_row(
+    (Run(2), lambda run: run.join(2), TrainingError, "rank 2 on host-2 joined a run of 2 w"),
+    (Run(2), lambda run: run.join(-1), TrainingError, "rank -1 on host--1 joined a run of 2 w"),
+    (
+        joined(1),
+        lambda run: run.join(0, host="second-host"),
+        TrainingError,
+        "rank 0 joined from second-host.*from host-0",
+    ),
+    (Run(2), lambda run: run.join(1, frozen="f2"), ModelError, "rank 1 on host-1 built"),
+    (
+        Run(2, frozen="f1"),
+        lambda run: run.join(0, frozen="f1") + run.join(1, frozen="f2"),
+        ModelError,
+        "rank 1 on host-1 built",
+    ),
+    (
+        joined(2),
+        lambda run: run.read(0) + run.read(1, shard(3, columns=2)),
+        TrainingError,
+        "rank 1 has 2 columns, unlike the others",
+    ),
+    (started(1), lambda run: run.read(0), TrainingError, "rank 0 reported its rows twice"),
 )
 def test_who_cannot_be_of_this_run_ends_it(
     run: Run, act: Callable[[Run], list[Told]], error: type[SparkDLError], words: str

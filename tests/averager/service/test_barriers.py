@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from decided import Told, do
 from decisions import Calls, Every, Run, commit, expect_failure, only, outcomes, report, started
-from every_row import every
+from every_row import every, every_row
 from support.simulation.plan import random_plan
 from support.simulation.run import Outcome, simulate
 
@@ -197,18 +197,15 @@ def test_staleness_is_in_the_epochs_summary() -> None:
 
 
 @every("wrong", [-1, 1.5, True, None, "2"])
-@every(
-    ("barrier", "words"),
-    [
-        (SSP, r"s must be a whole number of windows >= 0, got "),
-        (PBSP, r"beta must be a whole number of workers >= 0, got "),
-        (lambda value: PSSP(value, 1), r"beta must be a whole number of workers >= 0, got "),
-        (lambda value: PSSP(1, value), r"s must be a whole number of windows >= 0, got "),
-        (Softsync, r"n must be a whole number of contributions >= 1, got "),
-    ],
+@every_row(
+    (SSP, r"s must be a whole number of windows >= 0, got "),
+    (PBSP, r"beta must be a whole number of workers >= 0, got "),
+    (lambda value: PSSP(value, 1), r"beta must be a whole number of workers >= 0, got "),
+    (lambda value: PSSP(1, value), r"s must be a whole number of windows >= 0, got "),
+    (Softsync, r"n must be a whole number of contributions >= 1, got "),
 )
 def test_numbers_that_make_no_sense_are_refused(
-    barrier: Callable[[Any], Barrier], words: str, wrong: object
+    wrong: object, barrier: Callable[[Any], Barrier], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words + repr(wrong)):
         barrier(wrong)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from by_keyword import open_averager
 from crew import LAYOUT, WAIT_S, crew, eventually, window
-from every_row import every
+from every_row import every, every_row
 from toys import drive
 
 from sparkdl.averager import AveragerClient, headers
@@ -198,60 +198,54 @@ SUMS = WindowSums(rank=0, examples=2, loss_sum=0.5)
 SUMMARY = EpochSummary(epoch=1, loss=0.5, examples=2, rounds=1, seconds=1.0)
 
 
-@every(
-    "progress",
-    [
-        {},
-        {"epoch": "x"},
-        {"epoch": 1, "positions": 7},
-        {"positions": [{"epoch": []}]},
-        {"positions": [[]]},
-        {"sums": [{}]},
-        {"sums": [{**asdict(SUMS), "rank": 1}]},
-        {"epoch": -1},
-        {"epoch": 1 << 63},
-        {"rounds": 1.5},
-        {"positions": [{"epoch": None}]},
-        {"positions": [{"step": 2.0}]},
-        {"sums": [{**asdict(SUMS), "last": 1}]},
-        {"history": [{**asdict(SUMMARY), "loss": None}]},
-    ],
+def resumed_from(path: Path, contents: dict[str, Any], **said: Any) -> ResumedCheckpoint:
+    """A checkpoint as it was read, which has the contents, and says that or what is usual."""
+    store = CheckpointStore(str(path), keep_last=1)
+    usual = {"config": {}, "data": None, "progress": Progress.start(1).as_json()}
+    store.write(pieces_of(contents), {**usual, **said})
+    saved = store.newest()
+    assert saved is not None
+    return ResumedCheckpoint.of(saved)
+
+
+@every_row(
+    {},
+    {"epoch": "x"},
+    {"epoch": 1, "positions": 7},
+    {"positions": [{"epoch": []}]},
+    {"positions": [[]]},
+    {"sums": [{}]},
+    {"sums": [{**asdict(SUMS), "rank": 1}]},
+    {"epoch": -1},
+    {"epoch": 1 << 63},
+    {"rounds": 1.5},
+    {"positions": [{"epoch": None}]},
+    {"positions": [{"step": 2.0}]},
+    {"sums": [{**asdict(SUMS), "last": 1}]},
+    {"history": [{**asdict(SUMMARY), "loss": None}]},
 )
 def test_a_checkpoint_that_says_nothing_of_its_progress_is_refused_in_words(
     tmp_path: Path, progress: dict[str, Any]
 ) -> None:
-    store = CheckpointStore(str(tmp_path), keep_last=1)
-    whole = Progress.start(1).as_json()
-    said = progress and {**whole, **progress}
-    store.write({}, {"config": {}, "data": None, "progress": said})
-    saved = store.newest()
-    assert saved is not None
+    said = progress and {**Progress.start(1).as_json(), **progress}
     with pytest.raises(CheckpointError, match="does not say how far"):
-        ResumedCheckpoint.of(saved)
+        resumed_from(tmp_path, {}, progress=said)
 
 
 def test_a_center_of_another_model_is_refused_in_words(tmp_path: Path) -> None:
-    store = CheckpointStore(str(tmp_path), keep_last=1)
-    contents = pieces_of({"center.no number": torch.ones(3)})
-    store.write(contents, {"config": {}, "data": None, "progress": Progress.start(1).as_json()})
-    saved = store.newest()
-    assert saved is not None
+    resumed = resumed_from(tmp_path, {"center.no number": torch.ones(3)})
     with pytest.raises(CheckpointError, match="belongs to a different model"):
-        ResumedCheckpoint.of(saved).read_center((Segment("parameters", torch.float32, 3),))
+        resumed.read_center((Segment("parameters", torch.float32, 3),))
 
 
-@every(("name", "epoch"), [("0", "two"), ("0", 10**4000), ("0", -1), ("1", 2), ("0", 2.5)])
+@every_row(("0", "two"), ("0", 10**4000), ("0", -1), ("1", 2), ("0", 2.5))
 def test_a_kept_model_of_another_training_is_refused_in_words(
     tmp_path: Path, name: str, epoch: Any
 ) -> None:
-    store = CheckpointStore(str(tmp_path), keep_last=1)
-    description = {"config": {}, "data": None, "progress": Progress.start(1).as_json()}
-    description["kept_model_epoch"] = epoch
-    store.write(pieces_of({f"kept-model.{name}": torch.ones(3)}), description)
-    saved = store.newest()
-    assert saved is not None
+    contents = {f"kept-model.{name}": torch.ones(3)}
+    resumed = resumed_from(tmp_path, contents, kept_model_epoch=epoch)
     with pytest.raises(CheckpointError, match=r"a different model|keeps a model of epoch"):
-        ResumedCheckpoint.of(saved).read_kept_model((Segment("parameters", torch.float32, 3),))
+        resumed.read_kept_model((Segment("parameters", torch.float32, 3),))
 
 
 WORKERS, COLUMNS = 8, 50

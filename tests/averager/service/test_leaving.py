@@ -14,7 +14,7 @@ from by_keyword import open_averager
 from crew import LAYOUT, WAIT_S, Crew, crew, eventually, sent_values, window
 from decided import Told, do
 from decisions import Run, only, report, started
-from every_row import every
+from every_row import every, every_row
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.coordinator import Coordinator
@@ -262,9 +262,8 @@ def test_a_turn_of_who_is_lost_is_skipped_and_it_has_one_when_it_is_back() -> No
     assert add(run, 0) == [1]
 
 
-@every(
-    ("steps", "period", "first"),
-    [((0, 0, 0), 2, 0), ((4, 2, 2), 2, 1), ((4, 4, 2), 2, 2), ((5, 4, 4), 2, 1), ((5, 6, 6), 2, 0)],
+@every_row(
+    ((0, 0, 0), 2, 0), ((4, 2, 2), 2, 1), ((4, 4, 2), 2, 2), ((5, 4, 4), 2, 1), ((5, 6, 6), 2, 0)
 )
 def test_a_resumed_run_goes_on_with_who_has_had_the_fewest(
     steps: tuple[int, ...], period: int, first: int

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from by_keyword import open_averager
-from every_row import every
+from every_row import every, every_row
 from torch import Tensor
 from toys import drive
 from virtual_time import VirtualClock
@@ -264,18 +264,15 @@ def test_wrong_messages_from_a_token_holder_end_the_run_at_once(name: str) -> No
             list(intruder.events)
 
 
-@every(
-    "hello",
-    [
-        b"",
-        b"junk",
-        b"{}",
-        b'{"join": "0", "host": "h"}',
-        b'{"join": 0}',
-        b'{"join": 5, "host": "h"}',
-        b'{"failure": {}}',
-        b'{"failure": 3}',
-    ],
+@every_row(
+    b"",
+    b"junk",
+    b"{}",
+    b'{"join": "0", "host": "h"}',
+    b'{"join": 0}',
+    b'{"join": 5, "host": "h"}',
+    b'{"failure": {}}',
+    b'{"failure": 3}',
 )
 def test_a_wrong_first_message_is_answered_with_an_error(hello: bytes) -> None:
     with opened() as averager, Intruder(averager, hello) as intruder:

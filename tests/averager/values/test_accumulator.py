@@ -21,11 +21,7 @@ from toys import DTYPES
 
 import sparkdl
 from sparkdl.averager.values.accumulator import Accumulator
-from sparkdl.averager.values.replica_codec import (
-    count_non_finite,
-    looks_finite,
-    require_finite,
-)
+from sparkdl.averager.values.replica_codec import count_non_finite, looks_finite, require_finite
 from sparkdl.averager.values.wire_format import (
     HELD_BYTES,
     MAX_CHUNK_BYTES,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from by_keyword import center_of
-from every_row import every
+from every_row import every, every_row
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -145,18 +145,15 @@ class TestMemory:
         return sum(storages.values())
 
     @every("world_size", [1, 4, 64])
-    @every(
-        ("dtype", "wire_format", "bytes_each"),
-        [
-            (torch.float32, FULL_PRECISION, 8),
-            (torch.float32, BFLOAT16_CHANGES, 8 + 2),
-            (torch.bfloat16, FULL_PRECISION, 8 + 2),
-            (torch.float16, FULL_PRECISION, 8 + 2),
-            (torch.float64, FULL_PRECISION, 16),
-        ],
+    @every_row(
+        (torch.float32, FULL_PRECISION, 8),
+        (torch.float32, BFLOAT16_CHANGES, 8 + 2),
+        (torch.bfloat16, FULL_PRECISION, 8 + 2),
+        (torch.float16, FULL_PRECISION, 8 + 2),
+        (torch.float64, FULL_PRECISION, 16),
     )
     def test_it_does_not_grow(
-        self, dtype: torch.dtype, wire_format: WireFormat, bytes_each: int, world_size: int
+        self, world_size: int, dtype: torch.dtype, wire_format: WireFormat, bytes_each: int
     ) -> None:
         center = make_center((Segment("parameters", dtype, self.NUMEL),), wire_format, world_size)
         for _ in range(3):
@@ -252,10 +249,7 @@ class Doubles(CenterUpdate):
 
 
 @every("wire_format", [*FORMATS, PARAMETER_CHANGES])
-@every(
-    ("update", "parameters", "others"),
-    [(ReplaceByMean(), 3.0, 4.5), (Doubles(), 5.0, 4.5), (InFull(), 9.0, 17.0)],
-)
+@every_row((ReplaceByMean(), 3.0, 4.5), (Doubles(), 5.0, 4.5), (InFull(), 9.0, 17.0))
 def test_a_round_moves_all_that_is_averaged_by_its_share_of_a_full_one(
     wire_format: WireFormat, update: CenterUpdate, parameters: float, others: float
 ) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from by_keyword import center_of
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -162,13 +162,10 @@ def test_the_largest_and_the_smallest_values_stay_finite(packing: Packing, value
     assert (unpacked.double() * np.sign(value) >= 0).all()
 
 
-@every(
-    ("packing", "values", "size"),
-    [
-        *((AsDtype(torch.float32), n, n) for n in (0, 5)),
-        *((Float8(), n, size) for n, size in ((0, 0), (1, 2), (128, 129), (129, 131))),
-        *((Float4(), n, size) for n, size in ((0, 0), (1, 2), (128, 65), (129, 67))),
-    ],
+@every_row(
+    *((AsDtype(torch.float32), n, n) for n in (0, 5)),
+    *((Float8(), n, size) for n, size in ((0, 0), (1, 2), (128, 129), (129, 131))),
+    *((Float4(), n, size) for n, size in ((0, 0), (1, 2), (128, 65), (129, 67))),
 )
 def test_so_many_values_take_so_many_elements(packing: Packing, values: int, size: int) -> None:
     assert packing.numel(values) == size == len(packing.pack(torch.zeros(values)))
@@ -235,20 +232,17 @@ def message(form: int, body: Any, number: float = 1.0) -> torch.Tensor:
     return torch.frombuffer(bytearray(header + np.asarray(body).tobytes()), dtype=torch.uint8)
 
 
-@every(
-    "packed",
-    [
-        torch.empty(0, dtype=torch.uint8),
-        message(0, np.uint8([1])),
-        message(0, np.uint32([5])),
-        message(0, np.uint32([2, 2])),
-        message(0, np.uint32([3, 2])),
-        message(0, np.uint32([(1 << 31) | 5])),
-        message(1, np.uint32([1, 2, 3])),
-        message(1, np.uint32([5, 0])),
-        message(2, np.float32([1, 2])),
-        message(7, np.float32([1] * 5)),
-    ],
+@every_row(
+    torch.empty(0, dtype=torch.uint8),
+    message(0, np.uint8([1])),
+    message(0, np.uint32([5])),
+    message(0, np.uint32([2, 2])),
+    message(0, np.uint32([3, 2])),
+    message(0, np.uint32([(1 << 31) | 5])),
+    message(1, np.uint32([1, 2, 3])),
+    message(1, np.uint32([5, 0])),
+    message(2, np.float32([1, 2])),
+    message(7, np.float32([1] * 5)),
 )
 def test_what_is_no_message_of_so_many_values_is_refused(packed: torch.Tensor) -> None:
     with pytest.raises(TrainingError, match="message"):

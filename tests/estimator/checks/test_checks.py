@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from frames import CLASSES, WIDTH, built, estimator, frame
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -46,6 +46,15 @@ from sparkdl.strategies import (
 )
 
 LABEL = ColumnSpec("label", torch.int64)
+
+
+FOUND = DataStatistics(
+    (30, 30),
+    (
+        ColumnStatistics(shortest=WIDTH, longest=WIDTH),
+        ColumnStatistics(smallest=0, largest=CLASSES - 1),
+    ),
+)
 
 
 def refusal(model: type[nn.Module], *features: ColumnSpec, **found: Any) -> str:
@@ -90,9 +99,7 @@ def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSess
     checks = RowChecks(replica)
     built = weakref.ref(replica.module)
     del replica
-    features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
-    label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
-    checks.check(plan, DataStatistics((30, 30), (features, label)))
+    checks.check(plan, FOUND)
 
     gc.collect()
     assert built() is None
@@ -114,9 +121,7 @@ def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_
     replica.rebuild_optimizer(lambda build, parameters: Counting(parameters, lr=0.1))
     replica._build_optimizer = partial(Counting, lr=0.1)
     checks = RowChecks(replica)
-    features = ColumnStatistics(shortest=WIDTH, longest=WIDTH)
-    label = ColumnStatistics(smallest=0, largest=CLASSES - 1)
-    checks.check(plan, DataStatistics((30, 30), (features, label)))
+    checks.check(plan, FOUND)
     assert steps == 1
     assert checks._replica is None
 
@@ -135,16 +140,13 @@ KFAC = GradientAllReduce(preconditioner=KFACPreconditioner())
 ADAM = partial(torch.optim.Adam, lr=0.1)
 
 
-@every(
-    ("settings", "words"),
-    [
-        ({"strategy": SIGNS, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "AdamW, not of SGD"),
-        ({"strategy": SIGNS, "optimizer": ADAM, "clipNorm": 1.0}, "Drop clipNorm"),
-        ({"strategy": GradientAllReduce(sync_batch_norm=True)}, "has no BatchNorm layer"),
-        ({"strategy": AdaScale(), "optimizer": Rateless}, "Rateless has no learning rate"),
-        ({"strategy": KFAC, "optimizer": Rateless}, "Rateless has no learning rate.*kl_clip=None"),
-        ({"strategy": ElasticAveraging(moving_rate=0.9)}, "is too high for 2 workers"),
-    ],
+@every_row(
+    ({"strategy": SIGNS, "optimizer": partial(torch.optim.SGD, lr=0.1)}, "AdamW, not of SGD"),
+    ({"strategy": SIGNS, "optimizer": ADAM, "clipNorm": 1.0}, "Drop clipNorm"),
+    ({"strategy": GradientAllReduce(sync_batch_norm=True)}, "has no BatchNorm layer"),
+    ({"strategy": AdaScale(), "optimizer": Rateless}, "Rateless has no learning rate"),
+    ({"strategy": KFAC, "optimizer": Rateless}, "Rateless has no learning rate.*kl_clip=None"),
+    ({"strategy": ElasticAveraging(moving_rate=0.9)}, "is too high for 2 workers"),
 )
 def test_a_strategy_that_does_not_go_with_the_rest_is_refused_before_workers_start(
     spark: SparkSession, settings: dict[str, Any], words: str
@@ -202,14 +204,11 @@ def test_integers_hold_no_infinity_and_no_fractions(count: str) -> None:
     require_holdable(ColumnSpec("x", torch.float16), found)
 
 
-@every(
-    ("low", "high", "told"),
-    [
-        (0.0, math.inf, "holds inf in row 1 of partition 1"),
-        (-math.inf, 3.0, "holds -inf in row 2 of partition 2"),
-        (math.nan, math.nan, "holds nan in row 2 of partition 2"),
-        (-1.0, math.inf, "holds -1 in row 2 of partition 2"),
-    ],
+@every_row(
+    (0.0, math.inf, "holds inf in row 1 of partition 1"),
+    (-math.inf, 3.0, "holds -inf in row 2 of partition 2"),
+    (math.nan, math.nan, "holds nan in row 2 of partition 2"),
+    (-1.0, math.inf, "holds -1 in row 2 of partition 2"),
 )
 def test_a_weight_that_is_none_is_named_with_its_place(low: float, high: float, told: str) -> None:
     places = {"smallest": (2, 2), "largest": (1, 1), "not_finite": (0, 0)}
@@ -227,17 +226,17 @@ def test_a_weight_that_would_become_zero_is_named_with_its_place_and_the_mean() 
         check_weight("w", weights(1e-50, 1.0), 4.0, 8)
 
 
-def test_weights_without_a_mean_in_float64_are_refused() -> None:
-    with pytest.raises(DataError, match=r"up to 1e\+308 \(row 1 of partition 1\).* infinite"):
-        check_weight("w", weights(1e308, 1e308), math.inf, 8)
-    with pytest.raises(DataError, match="mean of 8 rows is 0"):
-        check_weight("w", weights(5e-324, 5e-324), 5e-324, 8)
-
-
-def test_weights_that_are_all_zero_are_refused() -> None:
-    for high, where in ((0.0, "every row:"), (3.0, "every row to train on:")):
-        with pytest.raises(DataError, match=f"'w' is 0 in {where} there is nothing to train on"):
-            check_weight("w", weights(1.0, high), 0.0, 8)
+@every_row(
+    (1e308, 1e308, math.inf, r"up to 1e\+308 \(row 1 of partition 1\).* infinite"),
+    (5e-324, 5e-324, 5e-324, "mean of 8 rows is 0"),
+    (1.0, 0.0, 0.0, "'w' is 0 in every row: there is nothing to train on"),
+    (1.0, 3.0, 0.0, "'w' is 0 in every row to train on: there is nothing to train on"),
+)
+def test_weights_without_a_mean_above_0_are_refused(
+    least: float, high: float, total: float, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        check_weight("w", weights(least, high), total, 8)
 
 
 def test_held_out_rows_of_which_there_are_none_are_refused_as_they_were_asked_for() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
-from every_row import every
+from every_row import every_row
 from frames import built
 from models import OwnLoss
+from table_networks import FillsBuffer, GrowsLayers, Margin
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from toys import mlp
@@ -88,40 +89,16 @@ def test_a_dict_given_to_a_model_of_arguments_is_refused_with_what_to_set() -> N
     assert "featuresAs" in message
 
 
-class Scaled(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.scale * outputs, targets)
-
-
-class Late(nn.Module):
-    """Gets a layer in its first pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 3)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if not hasattr(self, "head"):
-            self.head = nn.Linear(3, 3)
-        return self.head(self.body(features))
-
-
 class Caches(nn.Module):
     """Has a buffer that follows its batches."""
 
-    def __init__(self, first: int | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.register_buffer("shift", None if first is None else torch.zeros(first, 4))
+        self.register_buffer("shift", torch.zeros(1, 4))
 
     def forward(self, features: Tensor) -> Tensor:
-        if self.shift is None or len(self.shift) < len(features):
+        if len(self.shift) < len(features):
             self.shift = torch.zeros(len(features), 4)
         return self.layer(features + self.shift[: len(features)])
 
@@ -154,42 +131,39 @@ def of_absolute(outputs: Tensor, targets: Tensor) -> Tensor:
 
 CE = nn.CrossEntropyLoss()
 BY_KEYWORD = {"by_name": True, "as_kwargs": True}
-INDEX = ColumnSpec("index", torch.int64)
+INDEX, WIDE = ColumnSpec("index", torch.int64), ColumnSpec("wide", torch.float32, (16,))
 
 
-@every(
-    ("model", "loss", "features", "changes", "words"),
-    [
-        (
-            mlp(4).float(),
-            CE,
-            [],
-            BY_KEYWORD,
-            r"model\(features=\.\.\.\), and its forward takes \(input",
-        ),
-        (mlp(4).float(), ModelLoss(), [], {}, r"model\(features, labels=\.\.\.\), and its forward"),
-        (
-            Returns(lambda logits, *_: (logits, logits.mean())),
-            ModelLoss(),
-            [],
-            {},
-            r"in its tuple of outputs.* 0 float32 \(2, 3\), 1 flo",
-        ),
-        (OfIndex(), ModelLoss(), [INDEX], {}, r"fails on .*'label' from 0 .* to 2 .*: IndexError"),
-        (Returns(only_in_training), CE, [], {}, r"in evaluation mode .* no running mean yet"),
-        (Returns(with_labels), ModelLoss(), [], {}, r"evaluation mode .* model\(features\), and"),
-        (Late(), CE, [], {}, r"'head.weight' from nothing to \(3, 3\), 'head.bias'"),
-        (Caches(None), CE, [], {}, r"'shift' from nothing to \(\d+, 4\)"),
-        (Caches(1), CE, [], {}, r"'shift' from \(1, 4\) to \(\d+, 4\)"),
-        (
-            Returns(lambda logits, *_: torch.complex(logits, logits)),
-            of_absolute,
-            [],
-            {},
-            r"complex64 \(2, 3\), but columns hold real numbers",
-        ),
-        (nn.Linear(4, 3), Scaled(), [], {}, r"Scaled has .* its own, 'scale', .*loss='model'"),
-    ],
+@every_row(
+    (
+        mlp(4).float(),
+        CE,
+        [],
+        BY_KEYWORD,
+        r"model\(features=\.\.\.\), and its forward takes \(input",
+    ),
+    (mlp(4).float(), ModelLoss(), [], {}, r"model\(features, labels=\.\.\.\), and its forward"),
+    (
+        Returns(lambda logits, *_: (logits, logits.mean())),
+        ModelLoss(),
+        [],
+        {},
+        r"in its tuple of outputs.* 0 float32 \(2, 3\), 1 flo",
+    ),
+    (OfIndex(), ModelLoss(), [INDEX], {}, r"fails on .*'label' from 0 .* to 2 .*: IndexError"),
+    (Returns(only_in_training), CE, [], {}, r"in evaluation mode .* no running mean yet"),
+    (Returns(with_labels), ModelLoss(), [], {}, r"evaluation mode .* model\(features\), and"),
+    (GrowsLayers(), CE, [WIDE], {}, r"'head.weight' from nothing to \(3, 8\), 'head.bias'"),
+    (FillsBuffer(), CE, [WIDE], {}, r"'shift' from nothing to \(16,\)"),
+    (Caches(), CE, [], {}, r"'shift' from \(1, 4\) to \(\d+, 4\)"),
+    (
+        Returns(lambda logits, *_: torch.complex(logits, logits)),
+        of_absolute,
+        [],
+        {},
+        r"complex64 \(2, 3\), but columns hold real numbers",
+    ),
+    (nn.Linear(4, 3), Margin(), [], {}, r"Margin has .* its own, 'scale', .*loss='model'"),
 )
 def test_a_model_or_loss_that_does_otherwise_is_refused_with_what_it_does(
     model: Any, loss: Any, features: list[ColumnSpec], changes: dict[str, Any], words: str
@@ -199,7 +173,7 @@ def test_a_model_or_loss_that_does_otherwise_is_refused_with_what_it_does(
 
 
 def test_a_loss_whose_parameters_are_frozen_is_taken() -> None:
-    tried(nn.Linear(4, 3), Scaled().requires_grad_(False))
+    tried(nn.Linear(4, 3), Margin().requires_grad_(False))
 
 
 def test_a_loss_of_one_tensor_given_several_outputs_is_refused_with_those() -> None:
@@ -246,34 +220,28 @@ class Exported(nn.Linear):
         raise NotImplementedError("Calling train() is not supported yet.")
 
 
-@every(
-    ("make", "told"),
-    [
-        (lambda: Exported(4, 3), r"cannot be built: .*Calling train\(\) is not supported"),
-        (
-            partial(copy.deepcopy, prune.l1_unstructured(nn.Linear(4, 3), "weight", amount=0.5)),
-            "Give a function as model that builds it, instead of",
-        ),
-        (
-            lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)),
-            r"init_process_group\. The strategy .* remove Distributed",
-        ),
-    ],
+@every_row(
+    (lambda: Exported(4, 3), r"cannot be built: .*Calling train\(\) is not supported"),
+    (
+        partial(copy.deepcopy, prune.l1_unstructured(nn.Linear(4, 3), "weight", amount=0.5)),
+        "Give a function as model that builds it, instead of",
+    ),
+    (
+        lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 3)),
+        r"init_process_group\. The strategy .* remove Distributed",
+    ),
 )
 def test_a_model_that_cannot_be_built_is_refused_with_the_way_out(make: Any, told: str) -> None:
     with pytest.raises(ModelError, match=told):
         built(make)
 
 
-@every(
-    ("loss", "label"),
-    [
-        (nn.CrossEntropyLoss(ignore_index=9), 9),
-        (nn.CrossEntropyLoss(), -100),
-        (functional.cross_entropy, -100),
-        (partial(functional.cross_entropy, ignore_index=9), 9),
-        (partial(functional.cross_entropy, ignore_index=-1), -1),
-    ],
+@every_row(
+    (nn.CrossEntropyLoss(ignore_index=9), 9),
+    (nn.CrossEntropyLoss(), -100),
+    (functional.cross_entropy, -100),
+    (partial(functional.cross_entropy, ignore_index=9), 9),
+    (partial(functional.cross_entropy, ignore_index=-1), -1),
 )
 def test_a_label_that_the_loss_leaves_out_need_be_no_class(loss: Any, label: int) -> None:
     schema = FeedSchema((FEATURES,), LABEL)

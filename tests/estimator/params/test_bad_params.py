@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from frames import Refuse, estimator, frame, no_jobs, same_bits
 from models import Net, Traced, lines
 from pyspark.sql import DataFrame, SparkSession
@@ -87,7 +87,7 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
-@every(("name", "value", "words"), WRONG)
+@every_row(*WRONG)
 def test_a_wrong_value_is_answered_with_its_param_and_what_fits(
     name: str, value: Any, words: str
 ) -> None:
@@ -116,12 +116,9 @@ def test_an_argument_that_is_unknown_or_missing_is_answered_with_those_there_are
         TorchEstimator(model=nn.Linear(1, 1), loss=nn.MSELoss())
 
 
-@every(
-    ("changes", "words"),
-    [
-        ({"numWorkers": 4}, "numWorkers is 4.*3 slots.*at most 3"),
-        ({"minWorkers": 3}, "minWorkers is 3, but this fit has 2 workers"),
-    ],
+@every_row(
+    ({"numWorkers": 4}, "numWorkers is 4.*3 slots.*at most 3"),
+    ({"minWorkers": 3}, "minWorkers is 3, but this fit has 2 workers"),
 )
 def test_more_workers_than_there_can_be_are_refused_with_both_numbers(
     spark: SparkSession, changes: dict[str, Any], words: str

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import subprocess
+import sys
 from dataclasses import fields
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from frames import WIDTH, estimator, frame
 from models import Net
 from pyspark.ml.param import Param
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from stubs import FOLDER, MODULES, written
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
@@ -36,7 +41,7 @@ from sparkdl.checkpoint.identity import describe
 from sparkdl.errors import ConfigError
 from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.head import Head
-from sparkdl.estimator.params.declaration import LONGEST, described, settings_of
+from sparkdl.estimator.params.declaration import GROUPS, LONGEST, described, settings_of
 from sparkdl.protocols import Batch
 
 GIVEN: dict[str, Any] = {
@@ -110,15 +115,12 @@ def test_a_dict_for_the_strategy_has_what_differs_in_it() -> None:
     assert given.copy({"strategy": GradientAllReduce()}).getStrategy() == GradientAllReduce()
 
 
-@every(
-    ("params", "message"),
-    [
-        ({"batchsize": 3}, "TorchEstimator has no parameter 'batchsize'"),
-        ({"scoreCol": "loss"}, "has no parameter 'scoreCol'. In its place there is lossCol"),
-        ({"batchSize": 0}, "batchSize"),
-        ({"strategy": {"periods": 3}}, "does not take"),
-        ({"strategy": {"period": 0}}, "period"),
-    ],
+@every_row(
+    ({"batchsize": 3}, "TorchEstimator has no parameter 'batchsize'"),
+    ({"scoreCol": "loss"}, "has no parameter 'scoreCol'. In its place there is lossCol"),
+    ({"batchSize": 0}, "batchSize"),
+    ({"strategy": {"periods": 3}}, "does not take"),
+    ({"strategy": {"period": 0}}, "period"),
 )
 def test_what_does_not_fit_is_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -138,21 +140,18 @@ class Unspeakable:
         raise ValueError("no")
 
 
-@every(
-    ("value", "expected"),
-    [
-        (3, 3),
-        (None, None),
-        (True, True),
-        ("x" * 1000, "x" * LONGEST),
-        (partial(torch.optim.SGD, lr=0.1), "SGD(lr=0.1)"),
-        (torch.optim.Adam, "Adam"),
-        (nn.Sequential(nn.Linear(1, 1)), "Sequential"),
-        (["a", "b"], "['a', 'b']"),
-        ([EarlyStopping(patience=2)], None),
-        (object(), "object"),
-        (Unspeakable(), "Unspeakable"),
-    ],
+@every_row(
+    (3, 3),
+    (None, None),
+    (True, True),
+    ("x" * 1000, "x" * LONGEST),
+    (partial(torch.optim.SGD, lr=0.1), "SGD(lr=0.1)"),
+    (torch.optim.Adam, "Adam"),
+    (nn.Sequential(nn.Linear(1, 1)), "Sequential"),
+    (["a", "b"], "['a', 'b']"),
+    ([EarlyStopping(patience=2)], None),
+    (object(), "object"),
+    (Unspeakable(), "Unspeakable"),
 )
 def test_a_value_is_described_as_it_was_written(value: Any, expected: Any) -> None:
     found = described(value)
@@ -379,3 +378,52 @@ def test_each_changes_how_a_model_predicts(name: str) -> None:
     model = TorchModel.from_module(nn.Linear(2, 2), torch.zeros(1, 2))
     before = model.prediction_settings()
     assert model._set(**{name: OF_PREDICTING[name]}).prediction_settings() != before
+
+
+USER = """
+from functools import partial
+import torch
+from sparkdl import TorchClassifier, TorchEstimator, TorchModel, TorchRegressor
+sgd = partial(torch.optim.SGD, lr=0.1)
+mse = torch.nn.MSELoss()
+estimator = TorchEstimator(model=torch.nn.Linear(1, 1), loss=mse, optimizer=sgd, epochs=3)
+epochs: int = estimator.setEpochs(4).setNumWorkers(None).getEpochs()
+TorchClassifier(model=torch.nn.Linear(1, 2), optimizer=sgd, labels=["a", "b"])
+TorchRegressor(model=torch.nn.Linear(1, 1), optimizer=sgd, featuresCols=["x"])
+precision: str = TorchModel.load("there").setPredictPrecision("bfloat16").getPredictPrecision()
+"""
+WRONG = [
+    "estimator.setEpochs('4')",
+    "TorchEstimator(model=torch.nn.Linear(1, 1), loss=mse, optimizer=sgd, epoch=3)",
+    "TorchEstimator(loss=mse, optimizer=sgd)",
+    "TorchRegressor(model=torch.nn.Linear(1, 1), optimizer=sgd, outputType='raw')",
+    "TorchClassifier(model=torch.nn.Linear(1, 1), optimizer=sgd, epochs='3')",
+]
+
+
+@pytest.mark.nightly
+def test_a_users_strict_mypy_takes_what_is_right_and_refuses_what_is_wrong(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(USER + "\n".join(WRONG) + "\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    first = USER.count("\n") + 1
+    refused = {int(line) for line in re.findall(r"program\.py:(\d+): error", done.stdout)}
+    assert refused == set(range(first, first + len(WRONG))), done.stdout + done.stderr
+
+
+def test_stubs_are_what_the_declarations_say() -> None:
+    """``PYTHONPATH=. python tests/estimator/params/stubs.py`` writes them anew."""
+    old = [each for each in MODULES if (FOLDER / f"{each}.pyi").read_text() != written(each)]
+    assert old == []
+
+
+def test_the_docstring_lists_the_constructors_arguments_in_its_order_by_group() -> None:
+    text = inspect.getdoc(TorchEstimator) or ""
+    listed = re.findall(r"^    (\w+): ", text.partition("Raises:")[0], re.M)
+    assert listed == list(inspect.signature(TorchEstimator.__init__).parameters)[1:]
+    groups = [each.group for each in TorchEstimator.declarations.values()]
+    assert [group for group, _ in groupby(groups)] == list(GROUPS[:-1])
+    for kind in (TorchClassifier, TorchRegressor):
+        assert re.search(r"^    loss: ", inspect.getdoc(kind) or "", re.M)
+        assert not re.search(r"^    epochs: ", inspect.getdoc(kind) or "", re.M)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_row import every
+from every_row import every, every_row
 
 from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal
@@ -64,16 +64,13 @@ def epoch(strategy: Strategy[Any], steps: int, octets: float = LARGE, **given: A
 
 
 @pytest.mark.nightly
-@every(
-    "barrier, steps",
-    [
-        (BSP(), 29.5),
-        (SSP(4), 82.6),
-        (ASP(), 99.9),
-        (PBSP(10), 41.0),
-        (PBSP(1), 60.1),
-        (PSSP(10, 4), 87.0),
-    ],
+@every_row(
+    (BSP(), 29.5),
+    (SSP(4), 82.6),
+    (ASP(), 99.9),
+    (PBSP(10), 41.0),
+    (PBSP(1), 60.1),
+    (PSSP(10, 4), 87.0),
 )
 def test_barriers_let_200_workers_take_as_many_steps_as_in_the_paper_s_model(
     barrier: Barrier, steps: float

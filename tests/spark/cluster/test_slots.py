@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every_row
 from frames import estimator, frame
 from pyspark.sql import SparkSession
 from subprocesses import printed_by
@@ -122,7 +122,7 @@ WAITS: list[tuple[str, dict[str, str], int | None, int, float]] = [
 ]
 
 
-@every(("master", "conf", "wanted", "found", "after_s"), WAITS)
+@every_row(*WAITS)
 def test_where_nothing_is_promised_executors_are_waited_for_while_they_register(
     monkeypatch: pytest.MonkeyPatch,
     master: str,
@@ -210,23 +210,9 @@ def test_runs_that_fit_in_together_run_together() -> None:
         pass
 
 
-def test_a_run_waits_for_slots_that_another_holds(caplog: pytest.LogCaptureFixture) -> None:
-    queue = SlotQueue()
-    with ThreadPoolExecutor() as pool:
-        first = Holder(queue, pool, workers=2, slots=3)
-        assert first.started.wait(DEADLINE_S)
-        second = Holder(queue, pool, workers=2, slots=3)
-        assert not second.started.wait(0.2)
-        first.leave()
-        assert second.started.wait(DEADLINE_S)
-        second.leave()
-    assert (
-        "2 workers are waiting for other runs of this application to free enough slots"
-        in caplog.text
-    )
-
-
-def test_who_came_first_is_not_overtaken_by_a_smaller_run() -> None:
+def test_who_has_to_wait_for_slots_is_not_overtaken_by_a_smaller_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     queue = SlotQueue()
     with ThreadPoolExecutor() as pool:
         first = Holder(queue, pool, workers=2, slots=3)
@@ -241,6 +227,8 @@ def test_who_came_first_is_not_overtaken_by_a_smaller_run() -> None:
         large.leave()
         assert small.started.wait(DEADLINE_S)
         small.leave()
+    waiting = "3 workers are waiting for other runs of this application to free enough slots"
+    assert waiting in caplog.text
 
 
 def test_alone_a_run_starts_whatever_is_counted() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import pytest
 from frames import estimator, frame
 from models import Net
 from pyspark.sql import SparkSession
-from services import console_of
+from services import Intruder, console_of
 from torch import Tensor
 from waiting import eventually
 
@@ -31,7 +30,6 @@ from sparkdl.spark.diagnostics.run_client import (
     RunClient,
     forwarded,
 )
-from sparkdl.transport.connection import Connection
 
 
 class Sent:
@@ -334,16 +332,9 @@ def test_a_worker_that_cannot_be_understood_is_named_and_the_others_are_shown(
         caplog.clear()
         seen: list[Any] = []
         with console_of(lambda *told, seen=seen: seen.append(told)) as console:
-            address = console.address
-            connected = socket.create_connection(address.host_and_port, timeout=60)
-            connection = Connection(connected, 60)
-            assert connection.introduce(address.token)
-            for header in headers:
-                connection.send_header(header)
-            with pytest.raises(DisconnectedError):
-                connection.receive_header()
-            connection.close()
-            with forwarded(address, 0, echo=False):
+            with Intruder(console, *headers) as strange, pytest.raises(DisconnectedError):
+                strange.receive_header()
+            with forwarded(console.address, 0, echo=False):
                 print("fine")
         if seen != [(0, ("fine",), 0)] or words not in caplog.text or ends not in caplog.text:
             wrong.append((headers, seen, caplog.text))

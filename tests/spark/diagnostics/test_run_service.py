@@ -14,7 +14,7 @@ import pytest
 from hostile import arbitrary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from services import run_of
+from services import Intruder, run_of
 from waiting import eventually
 
 from sparkdl.averager import headers
@@ -25,7 +25,6 @@ from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.stacks import ReportingWorker
 from sparkdl.transport import framing
-from sparkdl.transport.connection import Connection
 
 
 @pytest.fixture
@@ -240,29 +239,15 @@ def test_nobody_gets_in_without_the_token(run: RunService) -> None:
     assert run.failure is None
 
 
-class Intruder:
-    """Rank 1, which knows the token and speaks the protocol badly; a context manager."""
-
-    def __init__(self, run: RunService, **join: Any) -> None:
-        address = run.address
-        connected = socket.create_connection(address.host_and_port, timeout=60)
-        self.connection = Connection(connected, 60)
-        assert self.connection.introduce(address.token)
-        self.connection.send_header(join or {"attend": 1, "host": "here"})
-
-    def __enter__(self) -> Connection:
-        return self.connection
-
-    def __exit__(self, *_: object) -> None:
-        self.connection.close()
-
-
 @pytest.fixture
 def no_thread_dies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     died: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
     yield
     assert died == []
+
+
+JOINS = {"attend": 1, "host": "here"}
 
 
 UNSEEN: dict[str, dict[str, Any]] = {
@@ -286,7 +271,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
 def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
     run: RunService, shown: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Intruder(run) as intruder, RunClient(run.address, 0) as other:
+    with Intruder(run, JOINS) as intruder, RunClient(run.address, 0) as other:
         silent = []
         for name, header in UNSEEN.items():
             caplog.clear()
@@ -321,7 +306,7 @@ def test_whatever_is_printed_or_answered_another_worker_is_shown_and_stacks_are_
     with (
         run_of(2, shown=shown) as run,
         ThreadPoolExecutor(1) as pool,
-        Intruder(run) as intruder,
+        Intruder(run, JOINS) as intruder,
         RunClient(run.address, 0) as other,
     ):
         assert eventually(lambda: not run.missing, 60)
@@ -353,7 +338,7 @@ def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_wa
     for name, header in ENDING.items():
         with run_of(2) as run, RunClient(run.address, 0) as other, ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(other.gather, {})
-            with Intruder(run) as intruder:
+            with Intruder(run, JOINS) as intruder:
                 intruder.send_header(header)
                 error = failure_of(run)
             if (
@@ -368,7 +353,7 @@ def test_a_rank_that_cannot_be_understood_ends_the_run_in_words_and_wakes_who_wa
 
 
 def test_a_rank_that_gives_twice_before_the_others_have_given_ends_the_run(run: RunService) -> None:
-    with Intruder(run) as intruder:
+    with Intruder(run, JOINS) as intruder:
         intruder.send_header({"gather": 1})
         intruder.send_header({"gather": 2})
         assert "rank 1 sent a second object" in str(failure_of(run))
@@ -383,7 +368,7 @@ def test_who_joins_without_rank_or_host_ends_the_run_in_words() -> None:
         {"lines": []},
     ]
     for said in joins:
-        with run_of(2) as run, Intruder(run, **said):
+        with run_of(2) as run, Intruder(run, said):
             told = str(failure_of(run))
             assert "must join with a rank and a host, not with" in told, said
 
@@ -393,7 +378,7 @@ def test_a_mistake_of_our_own_ends_the_run_as_well(
     run: RunService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(run.messages, "lines", ({}, lambda *_: 1 // 0))
-    with Intruder(run) as intruder:
+    with Intruder(run, JOINS) as intruder:
         intruder.send_header({"lines": [], "left_out": 0})
         error = failure_of(run)
     assert "what rank 1 sent could not be handled: ZeroDivisionError" in str(error)
@@ -421,13 +406,10 @@ def test_who_leaves_before_saying_who_it_is_is_no_rank_that_is_lost(
     run: RunService, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    address = run.address
-    connected = socket.create_connection(address.host_and_port, timeout=60)
-    connection = Connection(connected, 60)
-    assert connection.introduce(address.token)
-    connection.close()
+    with Intruder(run):
+        pass
     assert eventually(lambda: "disconnected before giving its rank" in caplog.text, 60)
-    with RunClient(address, 0) as first, RunClient(address, 1) as other:
+    with RunClient(run.address, 0) as first, RunClient(run.address, 1) as other:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(first.gather, {"from": 0})
             assert other.gather({"from": 1}) == waiting.result(60)

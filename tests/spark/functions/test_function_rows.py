@@ -316,16 +316,14 @@ def _never() -> None:
 
 
 def test_what_makes_no_sense_is_refused(spark: SparkSession) -> None:
-    rows = frame(spark)
-    with pytest.raises(ConfigError, match="columnDtypes names 'other'"):
-        sparkdl.run(_never, df=rows, columnDtypes={"other": "int8"})
-    with pytest.raises(ConfigError, match="columnDtypes must give"):
-        sparkdl.run(_never, df=rows, columnDtypes={"id": "int7"})
-    with pytest.raises(ConfigError, match=r"shuffleSeed must be a whole number .*, got 0\.5"):
-        sparkdl.run(_never, df=rows, shuffleSeed=0.5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="storeIn must be one of disk, memory, got 'tape'"):
-        sparkdl.run(_never, df=rows, storeIn="tape")
-    with pytest.raises(ConfigError, match="shuffleRows must be one of exchange, spark, none, got"):
-        sparkdl.run(_never, df=rows, shuffleRows="always")
-    with pytest.raises(ConfigError, match=r"shuffleRows='none' .* has 3 for 2 tasks"):
-        sparkdl.run(_never, df=rows, shuffleRows="none")
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"columnDtypes": {"other": "int8"}}, "columnDtypes names 'other'"),
+        ({"columnDtypes": {"id": "int7"}}, "columnDtypes must give"),
+        ({"shuffleSeed": 0.5}, r"shuffleSeed must be a whole number .*, got 0\.5"),
+        ({"storeIn": "tape"}, "storeIn must be one of disk, memory, got 'tape'"),
+        ({"shuffleRows": "always"}, "shuffleRows must be one of exchange, spark, none, got"),
+        ({"shuffleRows": "none"}, r"shuffleRows='none' .* has 3 for 2 tasks"),
+    ]
+    for settings, words in refused:
+        with pytest.raises(ConfigError, match=words):
+            sparkdl.run(_never, df=frame(spark), **settings)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from pictures import by_pillow, drawn, encoded
 from test_predictor import predictions_of
 from torch import Tensor, nn
@@ -84,14 +84,11 @@ def test_weights_are_numbers_of_any_type() -> None:
         assert _weights(numbers, WEIGHT).tolist() == [2.0, 0.0]
 
 
-@every(
-    ("wrong", "words"),
-    [
-        (None, "column 'w' has 1 null"),
-        (-1.0, "'w' holds -1; weights are numbers >= 0"),
-        (float("nan"), "'w' holds nan"),
-        (float("inf"), "'w' holds inf"),
-    ],
+@every_row(
+    (None, "column 'w' has 1 null"),
+    (-1.0, "'w' holds -1; weights are numbers >= 0"),
+    (float("nan"), "'w' holds nan"),
+    (float("inf"), "'w' holds inf"),
 )
 def test_a_weight_that_weighs_nothing_meaningful_is_refused(wrong: object, words: str) -> None:
     with pytest.raises(DataError, match=words):
@@ -122,16 +119,13 @@ def predicted(
     return [row for part in found for row in part[0].to_pylist()]
 
 
-@every(
-    ("photos", "numbers", "left"),
-    [
-        (GOOD, [0.0] * 5, [0, 1, 2, 3, 4]),
-        ([*GOOD[:2], b"no", *GOOD[3:]], [0.0] * 5, [0, 1, 3, 4]),
-        ([None, *GOOD[1:4], b""], [0.0] * 5, [1, 2, 3]),
-        (GOOD, [0.0, None, 0.0, float("nan"), float("inf")], [0, 2]),
-        ([b"no", None, *GOOD[2:]], [0.0, 0.0, None, 0.0, 0.0], [3, 4]),
-        ([b"no"] * 5, [0.0] * 5, []),
-    ],
+@every_row(
+    (GOOD, [0.0] * 5, [0, 1, 2, 3, 4]),
+    ([*GOOD[:2], b"no", *GOOD[3:]], [0.0] * 5, [0, 1, 3, 4]),
+    ([None, *GOOD[1:4], b""], [0.0] * 5, [1, 2, 3]),
+    (GOOD, [0.0, None, 0.0, float("nan"), float("inf")], [0, 2]),
+    ([b"no", None, *GOOD[2:]], [0.0, 0.0, None, 0.0, 0.0], [3, 4]),
+    ([b"no"] * 5, [0.0] * 5, []),
 )
 def test_a_row_that_cannot_be_used_is_null_and_the_others_are_not(
     monkeypatch: pytest.MonkeyPatch, photos: list[Any], numbers: list[Any], left: list[int]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from frames import CLASSES, configured, estimator, frame, in_files, same_bits
 from pyspark.errors import PySparkException
 from pyspark.ml.linalg import Vectors, VectorUDT
@@ -97,20 +97,17 @@ def predict(
     return predictions_of(module, columns, monkeypatch, 2, batch_rows=3, score=pickled)
 
 
-@every(
-    ("error", "told"),
-    [
-        (RuntimeError("shapes"), "RuntimeError: shapes"),
-        (Silent(), "Silent: <exception str() failed>"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (SystemExit(3), "SystemExit: 3"),
-        (ValueError("half \ud800"), "ValueError: half"),
-        (ValueError("long" * 5_000_000), "ValueError: longlong"),
-        (ModuleNotFoundError("No module named 'a'", name="a"), "addPyFile"),
-    ],
+@every_row(
+    (RuntimeError("shapes"), "RuntimeError: shapes"),
+    (Silent(), "Silent: <exception str() failed>"),
+    (KeyboardInterrupt(), "KeyboardInterrupt"),
+    (SystemExit(3), "SystemExit: 3"),
+    (ValueError("half \ud800"), "ValueError: half"),
+    (ValueError("long" * 5_000_000), "ValueError: longlong"),
+    (ModuleNotFoundError("No module named 'a'", name="a"), "addPyFile"),
 )
 def test_a_failing_forward_is_named_with_its_batch(
-    error: BaseException, told: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
 ) -> None:
     named = r"the model Fails fails on 3 rows \('pixels' float32 \(3, 2\), 'age' float32 \(3,\)\): "
     with pytest.raises(ModelError, match=f"^{named}") as caught:

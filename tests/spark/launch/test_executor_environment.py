@@ -1,4 +1,4 @@
-"""Executors without Python, or with other versions."""
+"""Executors without Python, with other versions, or from which the driver cannot be reached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from frames import estimator, frame
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -16,9 +16,10 @@ from torchmetrics import MeanSquaredError
 
 import sparkdl
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchModel
-from sparkdl.errors import SetupError
+from sparkdl.errors import SetupError, TrainingError
 from sparkdl.spark.launch import environments
 from sparkdl.spark.launch.bootstrap import require
+from sparkdl.transport import local
 
 
 def told(path: str, fix: str) -> str:
@@ -41,12 +42,9 @@ def test_a_fit_without_python_on_the_executors_says_where_it_is_sought_and_the_f
         sparkdl.run(lambda: None, num_workers=2)
 
 
-@every(
-    ("path", "fix"),
-    [
-        ("/nowhere/python3", "Install it on every host"),
-        ("no-such-python", "not on the PATH there"),
-    ],
+@every_row(
+    ("/nowhere/python3", "Install it on every host"),
+    ("no-such-python", "not on the PATH there"),
 )
 def test_the_fix_depends_on_how_python_is_named(path: str, fix: str) -> None:
     error = environments.setup_error(
@@ -133,3 +131,43 @@ def test_what_sparks_report_says_of_python_is_read_in_the_words_of_3_5_and_of_4(
             "the executor on 10.1.2.3 runs Python 3.12, but the driver Python 3.11, and "
         )
     assert environments.setup_error("UNRESOLVED_COLUMN") is None
+
+
+NOBODY = "127.0.0.77"
+
+
+@pytest.fixture
+def wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver listens, but tells workers an address at which nobody does."""
+    monkeypatch.setattr(local, "HAS_LOCAL_NAMES", False)
+    for module in ("estimator.estimator", "spark.functions.run"):
+        name = f"sparkdl.{module}.driver_hosts"
+        monkeypatch.setattr(name, lambda spark: ("127.0.0.1", NOBODY))
+
+
+@pytest.mark.usefixtures("wrong_address")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        # Spark starts each task four times before it gives up.
+        pytest.param(ParameterAveraging(), marks=pytest.mark.nightly),
+        GradientAllReduce(),
+    ],
+    ids=["averaging", "all-reduce"],
+)
+def test_the_error_of_a_fit_says_which_address_could_not_be_reached(
+    spark: SparkSession, strategy: Any
+) -> None:
+    address = rf"tcp://{re.escape(NOBODY)}:\d+"
+    wanted = rf"^rank \d cannot reach the averager at {address}: .*refused\. .*spark.driver.host"
+    with pytest.raises(TrainingError, match=wanted):
+        estimator(strategy=strategy).fit(frame(spark))
+
+
+@pytest.mark.gate
+@pytest.mark.usefixtures("wrong_address")
+def test_the_error_of_a_run_says_which_address_could_not_be_reached(spark: SparkSession) -> None:
+    address = rf"{re.escape(NOBODY)}:\d+"
+    wanted = rf"^rank \d cannot reach the driver at {address}: .*refused\. .*spark.driver.host"
+    with pytest.raises(TrainingError, match=wanted):
+        sparkdl.run(lambda: None, num_workers=2)

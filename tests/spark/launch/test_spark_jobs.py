@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from every_row import every_row
 from frames import estimator, frame, frame_of_sizes
 from models import lines
 from pyspark.sql import DataFrame, SparkSession
@@ -79,10 +80,13 @@ def test_a_fit_is_one_spark_job_in_a_group_of_its_own(spark: SparkSession) -> No
 
 
 @pytest.mark.gate
-def test_a_fit_computes_what_is_upstream_once(spark: SparkSession, tmp_path: Path) -> None:
-    rows = read_through(frame(spark, partitions=3), tmp_path / "computed")
-    estimator(numWorkers=3, epochs=3).fit(rows)
-    assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1}
+@every_row((3, False), (4, True))
+def test_a_fit_computes_what_is_upstream_once(
+    spark: SparkSession, tmp_path: Path, partitions: int, shuffled: bool
+) -> None:
+    rows = read_through(frame(spark, partitions=partitions), tmp_path / "computed")
+    estimator(numWorkers=3, epochs=3).fit(rows.repartition(5) if shuffled else rows)
+    assert Counter(lines(tmp_path / "computed")) == {str(n): 1 for n in range(partitions)}
 
 
 @pytest.mark.parametrize("spreads", ["exchange", pytest.param("spark", marks=pytest.mark.gate)])
@@ -96,15 +100,6 @@ def test_rows_are_computed_once_and_go_through_sparks_shuffle_only_if_that_is_wa
     # Adaptive execution runs the shuffle as a job of its own.
     assert (sum(job.stages for job in jobs) > 1) is (spreads == "spark")
     assert len({job.group for job in jobs}) == 1
-
-
-@pytest.mark.gate
-def test_a_fit_after_a_shuffle_of_the_users_computes_what_is_upstream_once(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    rows = read_through(frame(spark, partitions=4), tmp_path / "computed").repartition(5)
-    estimator(numWorkers=3, epochs=3).fit(rows)
-    assert Counter(lines(tmp_path / "computed")) == {"0": 1, "1": 1, "2": 1, "3": 1}
 
 
 @pytest.mark.gate

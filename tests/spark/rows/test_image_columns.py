@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from frames import estimator, in_files
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
@@ -44,16 +44,13 @@ def test_other_sizes_are_refused(given: Any) -> None:
         image_size(given)
 
 
-@every(
-    ("given", "held"),
-    [
-        (None, None),
-        ("0..1", "0..1"),
-        ("0..255", "0..255"),
-        ((0.5, 0.25), [[0.5], [0.25]]),
-        (([0.4, 0.5, 0.6], np.float32(0.5)), [[0.4, 0.5, 0.6], [0.5]]),
-        (np.array([[0.5, 0.5, 0.5], [1, 1, 1]]), [[0.5] * 3, [1.0] * 3]),
-    ],
+@every_row(
+    (None, None),
+    ("0..1", "0..1"),
+    ("0..255", "0..255"),
+    ((0.5, 0.25), [[0.5], [0.25]]),
+    (([0.4, 0.5, 0.6], np.float32(0.5)), [[0.4, 0.5, 0.6], [0.5]]),
+    (np.array([[0.5, 0.5, 0.5], [1, 1, 1]]), [[0.5] * 3, [1.0] * 3]),
 )
 def test_scales_are_kept_as_json_and_converted_again_to_the_same(given: Any, held: Any) -> None:
     assert image_scale(given) == held
@@ -96,60 +93,54 @@ def spec(
     return overrides.spec(column, torch.float32, target=target)
 
 
-@every(
-    ("given", "expected"),
-    [
-        ({"size": [8, 9]}, ((3, 8, 9), FITS["crop"], torch.uint8, None)),
-        ({"size": [8, 9], "fit": "pad"}, ((3, 8, 9), FITS["pad"], torch.uint8, None)),
+@every_row(
+    ({"size": [8, 9]}, ((3, 8, 9), FITS["crop"], torch.uint8, None)),
+    ({"size": [8, 9], "fit": "pad"}, ((3, 8, 9), FITS["pad"], torch.uint8, None)),
+    (
+        {"size": [8, 9], "shape": [1, 8, 9], "fit": "stretch"},
+        ((1, 8, 9), FITS["stretch"], torch.uint8, None),
+    ),
+    ({"size": [8, 9], "column": STRUCT}, ((3, 8, 9), FITS["crop"], torch.uint8, None)),
+    ({"shape": [3, 8, 9]}, ((3, 8, 9), IMAGE, torch.uint8, None)),
+    ({"shape": [3, 8, 9], "column": STRUCT}, ((3, 8, 9), PIXELS, torch.uint8, None)),
+    (
+        {"shape": [1, 8, 9], "scale": "0..1", "column": STRUCT},
+        ((1, 8, 9), PIXELS, torch.uint8, Scale(torch.float32)),
+    ),
+    (
+        {"size": [8, 9], "scale": "0..255", "dtype": "float16"},
+        ((3, 8, 9), FITS["crop"], torch.uint8, Scale(torch.float16, "0..255")),
+    ),
+    (
+        {"size": [8, 9], "scale": [[0.5], [0.1, 0.2, 0.3]]},
         (
-            {"size": [8, 9], "shape": [1, 8, 9], "fit": "stretch"},
-            ((1, 8, 9), FITS["stretch"], torch.uint8, None),
+            (3, 8, 9),
+            FITS["crop"],
+            torch.uint8,
+            Scale(torch.float32, "0..1", (0.5, 0.5, 0.5), (0.1, 0.2, 0.3)),
         ),
-        ({"size": [8, 9], "column": STRUCT}, ((3, 8, 9), FITS["crop"], torch.uint8, None)),
-        ({"shape": [3, 8, 9]}, ((3, 8, 9), IMAGE, torch.uint8, None)),
-        ({"shape": [3, 8, 9], "column": STRUCT}, ((3, 8, 9), PIXELS, torch.uint8, None)),
-        (
-            {"shape": [1, 8, 9], "scale": "0..1", "column": STRUCT},
-            ((1, 8, 9), PIXELS, torch.uint8, Scale(torch.float32)),
-        ),
-        (
-            {"size": [8, 9], "scale": "0..255", "dtype": "float16"},
-            ((3, 8, 9), FITS["crop"], torch.uint8, Scale(torch.float16, "0..255")),
-        ),
-        (
-            {"size": [8, 9], "scale": [[0.5], [0.1, 0.2, 0.3]]},
-            (
-                (3, 8, 9),
-                FITS["crop"],
-                torch.uint8,
-                Scale(torch.float32, "0..1", (0.5, 0.5, 0.5), (0.1, 0.2, 0.3)),
-            ),
-        ),
-        ({"size": [8, 9], "dtype": "float32"}, ((3, 8, 9), FITS["crop"], torch.float32, None)),
-        ({"size": [8, 9], "target": torch.float32}, ((3, 8, 9), FITS["crop"], torch.float32, None)),
-        (
-            {"size": [8, 9], "target": torch.float32, "scale": "0..1"},
-            ((3, 8, 9), FITS["crop"], torch.uint8, Scale(torch.float32)),
-        ),
-    ],
+    ),
+    ({"size": [8, 9], "dtype": "float32"}, ((3, 8, 9), FITS["crop"], torch.float32, None)),
+    ({"size": [8, 9], "target": torch.float32}, ((3, 8, 9), FITS["crop"], torch.float32, None)),
+    (
+        {"size": [8, 9], "target": torch.float32, "scale": "0..1"},
+        ((3, 8, 9), FITS["crop"], torch.uint8, Scale(torch.float32)),
+    ),
 )
 def test_a_column_becomes_what_was_declared(given: dict[str, Any], expected: Any) -> None:
     found = spec(**given)
     assert (found.row_shape, found.encoding, found.dtype, found.scale) == expected
 
 
-@every(
-    ("given", "message"),
-    [
-        ({"size": [8, 9], "shape": [3, 9, 8]}, r"columnShapes gives \[3, 9, 8\] .* must agree"),
-        ({"size": [8, 9], "shape": [2, 8, 9]}, "1, 3 or 4 channels"),
-        ({"fit": "pad"}, r"imageFit='pad' .* set imageSize"),
-        ({}, r"columnShapes=\{'x': \[channels, height, width\]\}, or imageCols and imageSize"),
-        ({"size": [8, 9], "column": ARRAY}, "which has type array<double>; encoded images are"),
-        ({"size": [8, 9], "scale": "0..1", "dtype": "uint8"}, "imageScale makes floats .* uint8"),
-        ({"size": [8, 9], "scale": [[0.5, 0.5], [1.0]]}, "imageScale has 2 numbers, .* 3 channels"),
-        ({"size": [8, 9], "target": torch.int64}, "imageSize would blend .* label column 'x'"),
-    ],
+@every_row(
+    ({"size": [8, 9], "shape": [3, 9, 8]}, r"columnShapes gives \[3, 9, 8\] .* must agree"),
+    ({"size": [8, 9], "shape": [2, 8, 9]}, "1, 3 or 4 channels"),
+    ({"fit": "pad"}, r"imageFit='pad' .* set imageSize"),
+    ({}, r"columnShapes=\{'x': \[channels, height, width\]\}, or imageCols and imageSize"),
+    ({"size": [8, 9], "column": ARRAY}, "which has type array<double>; encoded images are"),
+    ({"size": [8, 9], "scale": "0..1", "dtype": "uint8"}, "imageScale makes floats .* uint8"),
+    ({"size": [8, 9], "scale": [[0.5, 0.5], [1.0]]}, "imageScale has 2 numbers, .* 3 channels"),
+    ({"size": [8, 9], "target": torch.int64}, "imageSize would blend .* label column 'x'"),
 )
 def test_what_contradicts_itself_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

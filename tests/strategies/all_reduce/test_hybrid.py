@@ -17,7 +17,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from every_row import every
+from every_row import every, every_row
 from test_gradient_all_reduce import Noting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -115,9 +115,8 @@ def test_a_worker_sends_in_a_step_what_the_formula_says(groups: int, tmp_path: P
     assert formula == sum(expected.values()) + back - heads - finite
 
 
-@every(
-    ("inputs", "outputs", "rows", "workers", "groups"),
-    [(4096, 4096, 4, 64, 2), (9216, 4096, 32, 4, 1), (64, 16, 256, 8, 8), (2048, 2048, 64, 8, 2)],
+@every_row(
+    (4096, 4096, 4, 64, 2), (9216, 4096, 32, 4, 1), (64, 16, 256, 8, 8), (2048, 2048, 64, 8, 2)
 )
 def test_auto_takes_the_groups_that_send_least(
     inputs: int, outputs: int, rows: int, workers: int, groups: int
@@ -164,16 +163,13 @@ def normed() -> nn.Module:
     return model
 
 
-@every(
-    ("model", "pattern", "words"),
-    [
-        (mlp, "classifier.*", r"no nn.Linear .* like 'classifier.\*'. It has '0', '2'"),
-        (mlp, "1", "no nn.Linear"),
-        (lambda: nn.Sequential(Own(6, 3)), "0", "no nn.Linear .* It has none"),
-        (frozen, "*", "the bias of '2' is frozen"),
-        (tied, "2", "the weight of '2' is tied"),
-        (cast(torch.complex64), "*", "is of torch.complex64"),
-    ],
+@every_row(
+    (mlp, "classifier.*", r"no nn.Linear .* like 'classifier.\*'. It has '0', '2'"),
+    (mlp, "1", "no nn.Linear"),
+    (lambda: nn.Sequential(Own(6, 3)), "0", "no nn.Linear .* It has none"),
+    (frozen, "*", "the bias of '2' is frozen"),
+    (tied, "2", "the weight of '2' is tied"),
+    (cast(torch.complex64), "*", "is of torch.complex64"),
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_layers_that_cannot_be_split_are_refused_by_name(
@@ -262,17 +258,14 @@ class Penalized(Net):
 
 
 @pytest.mark.gate
-@every(
-    ("model", "words"),
-    [
-        (Peeking, "reads the parameters of 'two', .* without calling the layer"),
-        (Peeping, "may read the weight of a layer that hybrid splits"),
-        (ByRows, "rank 0 calls 'one' .* where rank 1 calls 'two'"),
-        (LeavesOut, "'two' takes no part in a loss"),
-        (Drops, "'two' takes no part in a loss"),
-        (Recomputes, "calls 'one' again, as with torch.utils.checkpoint"),
-        (Penalized, "takes gradients itself"),
-    ],
+@every_row(
+    (Peeking, "reads the parameters of 'two', .* without calling the layer"),
+    (Peeping, "may read the weight of a layer that hybrid splits"),
+    (ByRows, "rank 0 calls 'one' .* where rank 1 calls 'two'"),
+    (LeavesOut, "'two' takes no part in a loss"),
+    (Drops, "'two' takes no part in a loss"),
+    (Recomputes, "calls 'one' again, as with torch.utils.checkpoint"),
+    (Penalized, "takes gradients itself"),
 )
 def test_a_model_that_does_more_than_call_its_layers_is_told_so(model: Any, words: str) -> None:
     data = classification([8, 8])
@@ -359,15 +352,12 @@ def transposed() -> nn.Module:
     return model
 
 
-@every(
-    ("model", "message"),
-    [
-        (lambda: Scaled().double(), r"'scale' is a scalar: give it the shape \(1,\)"),
-        (two_dtypes, "of one dtype, but this model has torch.float32, torch.float64"),
-        (transposed, r"'0.weight' has the strides \(1, 8\)"),
-        (lambda: cnn().to(memory_format=torch.channels_last), "'4.weight' has the strides"),
-        (lambda: nn.Linear(6, 3, dtype=torch.complex64), "'weight' is complex"),
-    ],
+@every_row(
+    (lambda: Scaled().double(), r"'scale' is a scalar: give it the shape \(1,\)"),
+    (two_dtypes, "of one dtype, but this model has torch.float32, torch.float64"),
+    (transposed, r"'0.weight' has the strides \(1, 8\)"),
+    (lambda: cnn().to(memory_format=torch.channels_last), "'4.weight' has the strides"),
+    (lambda: nn.Linear(6, 3, dtype=torch.complex64), "'weight' is complex"),
 )
 def test_parameters_that_have_no_rows_to_share_are_refused(model: Any, message: str) -> None:
     replica = Replica(model(), functools.partial(torch.optim.SGD, lr=0.1), nn.CrossEntropyLoss())
@@ -375,37 +365,10 @@ def test_parameters_that_have_no_rows_to_share_are_refused(model: Any, message: 
         SHARDED.require_fits(replica)
 
 
-class ReadsAWeight(nn.Module):
-    """Reads a weight without calling its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3).double()
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features @ self.layer.weight.t()
-
-
-class PenalizesSlopes(nn.Module):
-    """Adds the square of its own slope to its outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-    def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.layers(features.requires_grad_())
-        slope = torch.autograd.grad(outputs.sum(), features, create_graph=True)[0]
-        return outputs + slope.square().mean()
-
-
 @pytest.mark.gate
-@every(
-    ("model", "words"),
-    [
-        (ReadsAWeight, "Call the module instead of reading its weight"),
-        (PenalizesSlopes, "takes gradients itself, through a module whose parameters are gathered"),
-    ],
+@every_row(
+    (Peeking, "Call the module instead of reading its weight"),
+    (Penalized, "takes gradients itself, through a module whose parameters are gathered"),
 )
 def test_a_model_that_does_more_than_call_its_modules_is_told_so(model: Any, words: str) -> None:
     job = make_job(model(), strategy=SHARDED)

@@ -14,7 +14,7 @@ import own_outer_momentum
 import pytest
 import torch
 from driver_rows import CUT_OFF, EASGD, HOGWILD
-from every_row import every
+from every_row import every_row
 from interruptions import same_bits
 from strategy_row import SCHEDULE
 from streams import OUTER, vector_of
@@ -202,13 +202,13 @@ SLOW = {
 }
 
 
-@every(("name", "limit"), LIMITS.items())
+@every_row(*LIMITS.items())
 def test_in_this_limit_it_is_the_other(name: str, limit: Limit) -> None:
     limit.holds()
 
 
 @pytest.mark.nightly
-@every(("name", "limit"), SLOW.items())
+@every_row(*SLOW.items())
 def test_in_this_limit_workers_among_themselves_are_the_other(name: str, limit: Limit) -> None:
     limit.holds()
 
@@ -220,21 +220,18 @@ def trained(strategy: Strategy[Any]) -> Tensor:
     return vector_of(run_world(job(strategy=strategy), DATA.shards(), ranks_as=ranks_as).module)
 
 
-@every(
-    ("rounded", "exact", "off"),
-    [
-        (ParameterAveraging(1, wire_dtype="bfloat16"), ParameterAveraging(1), 64),
-        # The velocity carries what a round has rounded no further than 1 / (1 - momentum) times.
-        (OuterOptimizer(2, OUTER, wire_dtype="bfloat16"), OuterOptimizer(2, OUTER), 32),
-        *(
-            (replace(UNDER_WAY, wire_dtype=wire), UNDER_WAY, off)
-            for wire, off in (("bfloat16", 64), ("float8", 8), ("float4", 2))
-        ),
-        *(
-            (GradientAllReduce(compression=each), GradientAllReduce(), off)
-            for each, off in (("fp16", 64), ("bf16", 32))
-        ),
-    ],
+@every_row(
+    (ParameterAveraging(1, wire_dtype="bfloat16"), ParameterAveraging(1), 64),
+    # The velocity carries what a round has rounded no further than 1 / (1 - momentum) times.
+    (OuterOptimizer(2, OUTER, wire_dtype="bfloat16"), OuterOptimizer(2, OUTER), 32),
+    *(
+        (replace(UNDER_WAY, wire_dtype=wire), UNDER_WAY, off)
+        for wire, off in (("bfloat16", 64), ("float8", 8), ("float4", 2))
+    ),
+    *(
+        (GradientAllReduce(compression=each), GradientAllReduce(), off)
+        for each, off in (("fp16", 64), ("bf16", 32))
+    ),
 )
 def test_what_is_rounded_on_its_way_ends_close_to_what_is_not(
     rounded: Strategy[Any], exact: Strategy[Any], off: float

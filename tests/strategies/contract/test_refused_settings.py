@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driver_rows import ASYNCHRONOUS, CUT_OFF, DELAYED, EASGD, OUTER, OUTER_CUT_OFF, PREDICTED
-from every_row import every
+from every_row import every_row
 from misbehaving import die_after
 from streams import STREAMS
 from torch import Tensor, nn
@@ -408,7 +408,7 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@every(("strategy", "changes", "rows", "kind", "words"), RUNS)
+@every_row(*RUNS)
 def test_what_only_a_run_shows_is_refused(
     strategy: Any, changes: dict[str, Any], rows: list[int], kind: type[Exception], words: str
 ) -> None:
@@ -429,24 +429,21 @@ def test_strategies_are_saved_and_loaded_without_trust(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-@every(
-    ("strategy", "changes"),
-    [
-        (ASYNCHRONOUS, [({"barrier": SSP(2)}, "barrier=ASP()")]),
-        (EASGD, [({"moving_rate": 0.25}, "moving_rate=0.2,")]),
-        (
-            OUTER,
-            [
-                ({"outer": OuterSGD(0.7, 0.5, nesterov=False)}, "momentum=0.6"),
-                ({"period": ((1, 2), (3, 4))}, "period=2"),
-                ({"inner_state": "reset"}, "inner_state='keep'"),
-            ],
-        ),
-        (STREAMS[0], [({"fragments": 4}, "fragments=2")]),
-    ],
+@every_row(
+    (ASYNCHRONOUS, [({"barrier": SSP(2)}, "barrier=ASP()")]),
+    (EASGD, [({"moving_rate": 0.25}, "moving_rate=0.2,")]),
+    (
+        OUTER,
+        [
+            ({"outer": OuterSGD(0.7, 0.5, nesterov=False)}, "momentum=0.6"),
+            ({"period": ((1, 2), (3, 4))}, "period=2"),
+            ({"inner_state": "reset"}, "inner_state='keep'"),
+        ],
+    ),
+    (STREAMS[0], [({"fragments": 4}, "fragments=2")]),
 )
 def test_with_other_settings_a_checkpoint_is_refused(
-    strategy: Strategy[Any], changes: list[tuple[dict[str, Any], str]], tmp_path: Path
+    tmp_path: Path, strategy: Strategy[Any], changes: list[tuple[dict[str, Any], str]]
 ) -> None:
     policy = CheckpointPolicy(path=str(tmp_path / "c"), every_rounds=1)
     die_after(4, make_job(mlp(), strategy=strategy), DATA.shards(), policy)
