@@ -23,6 +23,12 @@ from sparkdl.checkpoint.object_spec import DEEPEST, MODEL, load_object, save_obj
 from sparkdl.errors import ConfigError
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a first load imports is no deed of the model's."""
+    load_module(saved_model(tmp_path_factory.mktemp("first") / "model", bound(RELU)))
+
+
 def test_the_auditing_sees_what_a_trusted_recipe_does(tmp_path: Path) -> None:
     touch = bound("os:system", f"touch {tmp_path / 'touched'}")
     directory = saved_model(tmp_path / "model", touch)
