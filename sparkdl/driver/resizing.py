@@ -118,20 +118,20 @@ class Resize:
 
     def epoch_ended(self, averager: Averager, epoch: int) -> str | None:
         """Decide once an epoch's loss is known; returns why the averager has to end, if it has."""
-        if epoch >= self._epochs:
-            return None
         snapshot, before = averager.snapshot(), averager.world_size
         snapshot = replace(snapshot, restart=replace(snapshot.restart, validated=True))
-        after = min(self._most, len(averager.there) + self._slots.free)
-        if after > before:
-            return self._change(averager, snapshot, after)
+        if epoch < self._epochs:
+            after = min(self._most, len(averager.there) + self._slots.free)
+            if after > before:
+                return self._change(averager, snapshot, after)
+        # Of the last epoch too: who is lost after it must not have the others train it again.
         self._keep(snapshot)
         return None
 
     def look(self, averager: Averager) -> str | None:
         """Decide at any other time; returns why the averager has to end, if it has."""
         now, there = averager.now(), averager.there
-        if not there:  # nobody has started yet, or all have left
+        if self.is_due or not there:  # nobody has started yet, or all have left
             return None
         missing = set(range(averager.world_size)) - there
         self._away = {rank: self._away.get(rank, now) for rank in missing}
@@ -144,6 +144,9 @@ class Resize:
         left = len(there) // together * together
         if self._begun is None or not self._since(now - AWAY_S) or left < self._fewest:
             return None
+        assert self._begun.restart.progress is not None
+        if averager.epochs_known >= self._begun.restart.progress.epoch:
+            return None  # callbacks are about to hear of that epoch, and then it must count
         logger.warning("%s did not come back in %.0f s", _named(self._away), AWAY_S)
         # The newest checkpoint may be of the rounds that are given up.
         restart = replace(self._begun.restart, saved=False)

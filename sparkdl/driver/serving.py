@@ -31,7 +31,7 @@ from sparkdl.callbacks.base import Callback, Calls, Training
 from sparkdl.driver.resizing import Resize
 from sparkdl.driver.resuming import has_ended, require_same_rows
 from sparkdl.errors import ConfigError, DataError, SparkDLError, TrainingError
-from sparkdl.events import MetricValue
+from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.feed.shards import DataStatistics, check_statistics
 from sparkdl.metrics import Metrics
 from sparkdl.planner.traffic import traffic_of
@@ -243,6 +243,9 @@ class Serving:
         return kept.values
 
     def _note(self, averager: Averager, event: Event) -> None:
+        given_up = RoundCommitted | EpochSummary | EpochCounted | EpochValidated
+        if self.resize is not None and self.resize.is_due and isinstance(event, given_up):
+            return  # others will train the epoch again, and its first end must not be told of
         if isinstance(event, EpochCounted):
             assert self.measuring is not None
             averager.measured(event.epoch, self.measuring(event))

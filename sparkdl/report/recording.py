@@ -201,7 +201,9 @@ class Recording:
             case WindowReport():
                 self._note_window(event)
             case EpochSummary():
-                self.history.append(event)
+                # Fewer workers train an epoch again if one is lost before it is validated.
+                before = [each for each in self.history if each.epoch < event.epoch]
+                self.history = [*before, event]
                 # Validation is told of with the first window of the next epoch.
                 self._busy = dict.fromkeys(self._busy, math.nan)
                 if self.first_epoch is None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,13 +27,13 @@ from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.coordination.run_state import Restart
-from sparkdl.averager.run_events import Progress
+from sparkdl.averager.run_events import EpochValidated, Progress
 from sparkdl.averager.service.saving import Snapshot
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, serving
 from sparkdl.driver.resizing import Resize
-from sparkdl.errors import ConfigError, WorkerError
+from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
@@ -41,6 +41,7 @@ from sparkdl.report import TrainingSummary
 from sparkdl.strategies import ElasticAveraging, OuterOptimizer, ParameterAveraging
 from sparkdl.testing import _places, _processes, _threads, _train_in_thread, batches_of
 from sparkdl.worker import Job
+from sparkdl.worker.loop import TrainingLoop
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 
@@ -218,15 +219,24 @@ def with_held_out_rows(job: Job, directory: Path) -> tuple[Job, Any]:
     job = replace(job, schema=replace(job.schema, validation=ColumnSpec("held", torch.bool)))
 
     def launch(averager: Averager) -> Any:
-        columns = {"features": DATA.features, "label": DATA.targets, "held": HELD}
-        bounds = np.cumsum([0, *dealt(averager.world_size).sizes])
-        shards = [
-            batches_of(10, **{name: values[slice(*rows)] for name, values in columns.items()})
-            for rows in itertools.pairwise(bounds)
-        ]
-        return _threads(job, shards, directory)(averager)
+        return _threads(job, held_out_shards(averager.world_size), directory)(averager)
 
     return job, launch
+
+
+def held_out_shards(workers: int) -> list[Any]:
+    """All rows, dealt to workers; every third is held out."""
+    held = np.arange(ROWS) % 3 == 0
+    bounds = np.cumsum([0, *dealt(workers).sizes])
+    return [
+        batches_of(
+            10,
+            features=DATA.features[start:stop],
+            label=DATA.targets[start:stop],
+            held=held[start:stop],
+        )
+        for start, stop in itertools.pairwise(bounds)
+    ]
 
 
 def test_held_out_rows_are_validated_with_once_an_epoch_and_schedules_follow_them(
@@ -377,10 +387,94 @@ def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
     assert relative_error(outcome.module, one_process([3, 2, 2], SGD)) < 1e-6
 
 
+class Heard(Callback):
+    """What callbacks were told of each epoch, and which epochs a report would have shown then."""
+
+    def __init__(self) -> None:
+        self.told: list[EpochSummary] = []
+        self.recorded: list[list[int]] = []
+
+    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
+        self.told.append(summary)
+        self.recorded.append([each.epoch for each in training.recording.history])
+
+
+@pytest.mark.parametrize(
+    ("held_out", "after", "workers"),
+    [(False, 2, [3, 3]), (True, 1, [2, 2])],
+    ids=["the last epoch counts", "an epoch not yet validated is trained again"],
+)
+def test_callbacks_and_history_have_the_same_numbers_if_a_worker_is_lost_after_its_last_window(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    held_out: bool,
+    after: int,
+    workers: list[int],
+) -> None:
+    monkeypatch.setattr(serving, "LOOK_S", 0.02)
+    job = make_job(mlp(), epochs=2, max_failures=9, deadline_s=1e9, max_workers=3)
+    clock, heard, proxies = VirtualClock(), Heard(), list[Proxy]()
+    reports = TrainingLoop._report_validation
+
+    def leaves(loop: TrainingLoop, epoch: int) -> None:
+        if loop.run.rank == 2 and epoch == after:
+            proxies[0].__exit__(None, None, None)
+            raise DisconnectedError("lost after its last window")
+        reports(loop, epoch)
+
+    monkeypatch.setattr(TrainingLoop, "_report_validation", leaves)
+    if held_out:
+        job = replace(job, schema=replace(job.schema, validation=ColumnSpec("held", torch.bool)))
+
+    def shards_of(workers: int) -> list[Any]:
+        return held_out_shards(workers) if held_out else dealt(workers).shards()
+
+    @contextmanager
+    def launch(averager: Averager) -> Iterator[None]:
+        shards = shards_of(averager.world_size)
+        if averager.world_size < 3:
+            with _threads(job, shards, tmp_path)(averager):
+                yield
+            return
+        with (
+            Proxy(averager.address) as proxy,
+            _last_through(proxy, job, shards, tmp_path, averager),
+        ):
+            proxies.append(proxy)
+            with clock.running_once(averager, lambda: bool(averager.losses)):
+                yield
+
+    outcome = run(job, 3, launch, slots=Free([]), now=clock, callbacks=[heard])
+    assert outcome.history == heard.told
+    assert [row.workers for row in outcome.history] == workers
+    assert heard.recorded == [[1], [1, 2]]
+
+
+def test_an_epoch_whose_end_callbacks_are_about_to_hear_of_is_not_trained_again() -> None:
+    job = make_job(mlp(), epochs=9, max_workers=5)
+    resize, served = Resize(job, Free([])), Served(3, {0, 1})
+    averager: Any = served
+    resize.begin(averager)
+    assert resize.look(averager) is None
+    served.at, served.epochs_known = 60.0, 2
+    assert resize.look(averager) is None
+    served.epoch = 3
+    assert resize.epoch_ended(averager, 2) is None
+    assert resize.look(averager) == "3 workers become 2"
+    assert resize.look(averager) is None, "the averager has been told to stop"
+    snapshot = resize.take()
+    assert snapshot is not None
+    assert snapshot.restart.progress is not None
+    assert snapshot.restart.progress.epoch == 3
+
+
+@dataclass
 class Served:
     """What a ``Resize`` asks of an averager."""
 
     losses: Sequence[str] = ()
+    epoch: int = 2
+    epochs_known: int = 1
 
     def __init__(self, workers: int) -> None:
         self.world_size, self.there, self.at = workers, set(range(workers)), 0.0
@@ -389,14 +483,31 @@ class Served:
         return self.at
 
     def snapshot(self) -> Snapshot:
-        progress = replace(Progress.start(self.world_size), epoch=2)
+        progress = replace(Progress.start(self.world_size), epoch=self.epoch)
         return Snapshot(center=[torch.zeros(2)], restart=Restart(progress=progress))
 
 
-def resizing(workers: int, slots: Free, **options: Any) -> tuple[Resize, Any]:
-    """What decides, having begun, and the averager that it looks at."""
-    resize = Resize(make_job(mlp(), epochs=9, **options), slots)
-    averager: Any = Served(workers)
+def test_the_end_of_an_epoch_that_is_to_be_trained_again_is_not_told_of() -> None:
+    """It may have come between the decision and the averager's stop."""
+    job = make_job(mlp(), epochs=9, max_workers=5)
+    resize, averager, heard = Resize(job, Free([])), cast(Any, Served(3, {0, 1})), Heard()
+    served = serving.Serving(
+        job, serving.Observers(callbacks=[heard]), Training(9), None, None, resize
+    )
+    resize.begin(averager)
+    resize.look(averager)
+    averager.at = 60.0
+    summary = EpochSummary(epoch=1, loss=0.5, examples=ROWS, rounds=4, seconds=1.0)
+    assert resize.look(averager)
+    served._note(averager, summary)
+    served._note(averager, EpochValidated(summary))
+    assert (heard.told, served.training.recording.history) == ([], [])
+
+
+def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it() -> None:
+    job, slots = make_job(mlp(), epochs=9, min_workers=2, max_workers=5), Free([1] * 9)
+    resize, served = Resize(job, slots), Served(3, {0, 1, 2})
+    averager: Any = served
     resize.begin(averager)
     return resize, averager
 

@@ -222,12 +222,13 @@ class EpochLosses:
     Attributes:
         wanted: who waits, by rank: the worker, for how many epochs it knows the loss, and for how
             many it wants to know it.
+        known: how many epochs' losses are final; the driver has been told of these epochs.
     """
 
     def __init__(self, run: RunState) -> None:
         self.wanted: dict[int, tuple[Member, int, int]] = {}
         self._run = run
-        self._known = self._approved = run.committed.epochs_with_known_loss(validates=True)
+        self.known = self._approved = run.committed.epochs_with_known_loss(validates=True)
 
     @property
     def waits_for_driver(self) -> bool:
@@ -243,10 +244,10 @@ class EpochLosses:
 
     def news(self) -> None:
         """Tell driver and workers of epochs that have now ended or been validated."""
-        run, before = self._run, self._known
+        run, before = self._run, self.known
         validates = bool(run.shards.statistics.held_out)
         known = run.committed.epochs_with_known_loss(validates=validates)
-        self._known = max(before, known)
+        self.known = max(before, known)
         for summary in run.committed.history[before:known]:
             if run.spec.measures:
                 run.do.report(EpochCounted(summary.epoch, run.committed.take_states()))
@@ -284,7 +285,7 @@ class EpochLosses:
     def _answer(self) -> None:
         """Answer the workers that need not wait any more."""
         run = self._run
-        ended = min(self._known, self._approved) if run.spec.followed else self._known
+        ended = min(self.known, self._approved) if run.spec.followed else self.known
         answered = [each for each in self.wanted.values() if each[2] <= ended]
         for member, known, epochs in answered:
             del self.wanted[member.rank]

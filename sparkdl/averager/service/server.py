@@ -149,6 +149,12 @@ class Averager(Service):
         with self.lock:
             return self.coordinator.committed.progress()
 
+    @property
+    def epochs_known(self) -> int:
+        """How many epochs' losses are final: ``events`` has told of these epochs, or will."""
+        with self.lock:
+            return self.coordinator.epoch_losses.known
+
     def snapshot(self) -> Snapshot:
         """What another averager needs to go on after the last commit, once this one is closed."""
         with self.lock:
