@@ -169,6 +169,9 @@ class Preconditioning(Transform):
             for name, pair in sizes.items()
         }
         self._sums = {n: [torch.zeros_like(f) for f in fs] for n, fs in self._factors.items()}
+        # Of the minibatch under way: its rows, and by layer the sum for G and its positions.
+        self._rows = 0
+        self._under_way: dict[str, tuple[Tensor, int]] = {}
         # By layer: eigenvectors in columns and eigenvalues, of A and then of G.
         self._decomposed: Mapping[str, Sequence[Tensor]] = {}
         self._seen: set[str] = set()
@@ -192,17 +195,29 @@ class Preconditioning(Transform):
 
     @torch.no_grad()
     def _count(self, name: str, inputs: Tensor, gradients: Tensor) -> None:
-        sums = self._sums[name]
-        for total, moment in zip(sums, self.layers[name].moments(inputs, gradients), strict=True):
-            total += moment
+        of_a, of_g, positions = self.layers[name].moments(inputs, gradients)
+        self._sums[name][0] += of_a
+        if name in self._under_way:
+            earlier, before = self._under_way[name]
+            of_g, positions = of_g + earlier, positions + before
+        self._under_way[name] = of_g, positions
+
+    def _end_minibatch(self) -> None:
+        """Divide what its calls of each layer have added up to by the positions of a row."""
+        for name, (of_g, positions) in self._under_way.items():
+            self._sums[name][1] += of_g * (self._rows / max(1, positions))
+        self._under_way.clear()
 
     def before_forward(self, step: Step) -> None:
         """Learn whether the minibatch has rows of the step, or is only run for others."""
+        self._end_minibatch()
         self._counts = step.batch is not None
+        self._rows = 0 if step.batch is None else step.batch.examples
 
     @torch.no_grad()
     def after_reduction(self, step: Step) -> None:
         """Overwrite the gradients, which all workers have, with preconditioned ones."""
+        self._end_minibatch()
         if self._settings.updates_factors(self._steps):
             self._update_factors(step)
         if self._settings.decomposes(self._steps):

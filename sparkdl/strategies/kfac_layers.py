@@ -1,7 +1,8 @@
 """The layers that K-FAC supports, what it collects from them, and which worker computes with which.
 
 With a row's inputs a_t and output gradients g_t at the positions t = 1..T of a layer (1 for a
-Linear layer on vectors, the pixels of a convolution's output, the items of a sequence):
+Linear layer on vectors, the pixels of a convolution's output, the items of a sequence; and as many
+for each of several calls):
 
     A = E[sum_t a_t a_t^T]        a_t with a 1 appended if the layer has a bias; patches if Conv2d
     G = E[sum_t g_t g_t^T] / T
@@ -79,18 +80,17 @@ class FactoredLayer:
             values = values[:, :-1]
         weight.copy_(values.reshape(weight.shape))
 
-    def moments(self, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the rows of a minibatch: of A, and of G.
+    def moments(self, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Sums over a call's positions: of a a^T, and of g g^T; and how many those are.
 
         Args:
-            inputs: what the layer was given, shape (rows, ...).
-            gradients: of its outputs, shape (rows, ...).
+            inputs: what the layer was given, whose first dimension need not be the minibatch's.
+            gradients: of its outputs.
         """
         a, g = self._positions(inputs.detach(), gradients)
-        positions = max(1, len(g) // max(1, len(gradients)))
         if self._bias is not None:
             a = functional.pad(a, (0, 1), value=1.0)
-        return a.T @ a, (g.T @ g).div_(positions)
+        return a.T @ a, g.T @ g, len(g)
 
     def _positions(self, inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """The inputs and the returned gradients, one line per position."""

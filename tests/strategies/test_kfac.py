@@ -195,6 +195,10 @@ class Group:
         return tensor
 
 
+def minibatch(rows: int) -> Any:
+    return SimpleNamespace(examples=rows)
+
+
 @every_row(
     (1.0, [(4, 49 + 7 + 64 + 8 + 81 + 9 + 9 + 3)], []),
     (0.5, [(2, 49 + 7 + 64 + 8)], [(2, 56 + 27)]),  # rank 0 has the first layer
@@ -219,10 +223,43 @@ def test_what_is_sent_is_what_the_papers_say(
     early, later = [both, factors, factors] * 34, [both, [], factors, decomposition, factors]
     early[100:] = [factors, []]  # steps 100 and 101
     for messages in early + later:
+        found.before_forward(Step([16], batch=minibatch(4)))
         module(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
         found.after_reduction(Step([16]))
         assert sent == messages + gradient
         sent.clear()
+
+
+class OfSequences(nn.Module):
+    """Linear layers on rows of six vectors: on all of them at once, one by one, or flattened."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3, bias=False)
+        self.way = way
+        self.double()
+
+    def forward(self, features: Tensor) -> Tensor:
+        rows = features.view(-1, 6, 6)
+        if self.way == "one by one":
+            hidden = torch.stack([self.first(rows[:, k]) for k in range(6)], 1)
+        elif self.way == "flattened":
+            hidden = self.first(rows.reshape(-1, 6)).view(-1, 6, 4)
+        else:
+            hidden = self.first(rows)
+        outputs: Tensor = self.last(hidden.tanh()).mean(1)
+        return outputs
+
+
+def test_a_layers_calls_are_positions_as_the_items_of_a_sequence_are() -> None:
+    data, settings = classification([14], width=36), KFACPreconditioner(0.05, 0.9, 2, 3, 0.02)
+    at_once, one_by_one, flattened = (
+        trained(partial(OfSequences, way), data, settings).module
+        for way in ("at once", "one by one", "flattened")
+    )
+    assert relative_error(one_by_one, at_once) < 1e-12
+    assert relative_error(flattened, at_once) < 1e-12
 
 
 def test_rows_have_a_fraction_of_the_workers_that_divides_them() -> None:
@@ -279,6 +316,7 @@ def test_a_layer_that_is_never_called_keeps_its_gradients() -> None:
     )
     run: Any = SimpleNamespace(replica=replica, collective=Group((0,), []), cleanup=ExitStack())
     found = KFACPreconditioner().start(run)
+    found.before_forward(Step([4], batch=minibatch(4)))
     module(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
     before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     found.after_reduction(Step([4]))
