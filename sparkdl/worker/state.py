@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +23,8 @@ from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.process.randomness import random_state, set_random_state
 from sparkdl.strategies.base import Run, Strategy
+
+logger = logging.getLogger(__name__)
 
 _MISFITS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 """What torch, numpy and Python raise for a state that is not their own."""
@@ -37,6 +40,7 @@ def pack_worker_state(
     center_has_optimizer: bool,
     schedule_steps: int = 0,
     of_strategy: Mapping[str, Any] | None = None,
+    left_out: str = "",
 ) -> bytes:
     """Take one worker's state.
 
@@ -46,6 +50,8 @@ def pack_worker_state(
         center_has_optimizer: whether the center holds the optimizer's floating-point state.
         schedule_steps: how many steps the learning rate schedule has taken.
         of_strategy: what the strategy remembers on this worker, by name.
+        left_out: why the optimizer is left out, for a warning where the state is restored; empty if
+            nothing is missed.
 
     Returns:
         A safetensors file.
@@ -65,6 +71,7 @@ def pack_worker_state(
         # Optimizers keep their step counters on the CPU whatever the device.
         "on_device": [name for name, value in tensors.items() if value.device.type != "cpu"],
         "schedule_steps": schedule_steps,
+        "left_out": left_out,
     }
     tensors |= random_state(device)
     file = io.BytesIO()
@@ -141,6 +148,14 @@ def unpack_worker_state(
             else:
                 _put(optimizer, name, value)
         set_random_state(tensors, device)
+        if left_out := description.get("left_out"):
+            logger.warning(
+                "what is not averaged of the state of %s starts over in the middle of the "
+                "training, as it could not be kept without pickle: %s. Have it keep only tensors, "
+                "numbers and strings",
+                type(optimizer).__name__,
+                left_out,
+            )
         return of_strategy
     except _MISFITS as error:
         raise CheckpointError(f"a worker's saved state does not fit it: {error!r}") from error
@@ -211,7 +226,8 @@ def restart_state(run: Run, strategy: Strategy[Any], *, passed_on: bool = False)
                 f"{error.__cause__}. Set numWorkers alone, or have it keep only tensors, numbers "
                 "and strings"
             ) from error
-        return pack(None)  # the state of a user's optimizer, which nobody asked to save
+        # The state of a user's optimizer, which nobody asked to save.
+        return pack(None, left_out="" if optimizer is None else str(error.__cause__))
 
 
 def _packer(run: Run, strategy: Strategy[Any]) -> Callable[..., bytes]:

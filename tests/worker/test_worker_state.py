@@ -8,6 +8,7 @@ import io
 import json
 import signal
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -24,9 +25,10 @@ from sparkdl.averager.headers import failure_header, stopped_header
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.errors import CheckpointError, CollectiveError, WorkerError
 from sparkdl.process.randomness import random_state, streams_put_back
+from sparkdl.strategies import GradientAllReduce
 from sparkdl.testing import run_world
 from sparkdl.transport.framing import MAX_HEADER_BYTES, header_message
-from sparkdl.worker.state import pack_worker_state, unpack_worker_state
+from sparkdl.worker.state import pack_worker_state, restart_state, unpack_worker_state
 from sparkdl.worker_callback import WorkerCallback, WorkerStep
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
@@ -136,6 +138,25 @@ def test_what_only_pickle_could_save_is_refused_in_words() -> None:
     optimizer.param_groups[0]["hook"] = object()
     with pytest.raises(CheckpointError, match="SGD keeps state that cannot be saved"):
         pack_worker_state(optimizer, CPU, center_has_optimizer=True)
+
+
+def test_a_restart_without_what_only_pickle_could_save_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def restarted(kept: object) -> list[str]:
+        optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+        optimizer.param_groups[0]["kept"] = kept
+        schedule = SimpleNamespace(steps=0)
+        replica = SimpleNamespace(optimizer=optimizer, device=CPU, schedule=schedule)
+        run: Any = SimpleNamespace(replica=replica, state=None)
+        caplog.clear()
+        unpack_worker_state(restart_state(run, GradientAllReduce()), optimizer, CPU)
+        return [record.getMessage() for record in caplog.records]
+
+    assert restarted(0.5) == []
+    (message,) = restarted(object())
+    assert message.startswith("what is not averaged of the state of SGD starts over")
+    assert "object is not JSON serializable" in message
 
 
 @every("kept", [{1: 0.5}, [{"by step": {2: 1}}]])
