@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -205,7 +206,8 @@ class OptimizerState:
         Every replica must have the same layout, even one without rows or one whose model leaves a
         parameter unused, and only the optimizer knows what its state looks like. So it steps those
         parameters once on zero gradients, after which they, their state and what the optimizer
-        itself and its groups hold are restored: some optimizers count their steps there.
+        itself and its groups hold are restored: some optimizers count their steps there. Hooks on
+        its steps are not called.
         """
         optimizer = self._optimizer
         trainable = [p for group in optimizer.param_groups for p in group["params"]]
@@ -218,6 +220,9 @@ class OptimizerState:
             return
         saved = [parameter.detach().clone() for parameter in missing]
         own = dict(vars(optimizer))
+        # Hooks may count steps, or average parameters, where it could not be undone.
+        optimizer._optimizer_step_pre_hooks = OrderedDict()
+        optimizer._optimizer_step_post_hooks = OrderedDict()
         settings = copy.deepcopy([hyperparameters(group) for group in optimizer.param_groups])
         optimizer.zero_grad()
         for parameter in missing:

@@ -123,11 +123,31 @@ class CountsSteps(torch.optim.SGD):
         return super().step(closure)
 
 
-@every("model", [PartlyUsed, LateHead])
-def test_counts_of_an_optimizers_own_steps_are_those_of_plain_torch(model: Any) -> None:
-    replica, oracle = replica_of(model(), CountsSteps), model()
+def counted_by_a_hook(parameters: Any) -> torch.optim.Optimizer:
+    """Takes smaller and smaller steps, by a count that only its hook knows."""
+    optimizer, taken = torch.optim.SGD(parameters, lr=0.1, momentum=0.9), [0]
+
+    def shorten(of: torch.optim.Optimizer, *_: Any) -> None:
+        taken[0] += 1
+        for group in of.param_groups:
+            group["lr"] = 0.1 / taken[0]
+
+    optimizer.register_step_pre_hook(shorten)
+    return optimizer
+
+
+@every(
+    ("model", "build"),
+    [
+        (model, build)
+        for model in (PartlyUsed, LateHead)
+        for build in (CountsSteps, counted_by_a_hook)
+    ],
+)
+def test_counts_of_an_optimizers_own_steps_are_those_of_plain_torch(model: Any, build: Any) -> None:
+    replica, oracle = replica_of(model(), build), model()
     oracle.load_state_dict(replica.module.state_dict())
-    optimizer = CountsSteps(oracle.parameters())
+    optimizer = build(oracle.parameters())
     for seed in range(6):
         replica.segments(with_optimizer=True)
         replica.step(batch(seed))
