@@ -124,7 +124,7 @@ class Resize:
             after = min(self._most, len(averager.there) + self._slots.free)
             if after > before:
                 return self._change(averager, snapshot, after)
-        # Of the last epoch too: who is lost after it must not have the others train it again.
+        # Of the last epoch too: if someone is lost after it, nothing is left to train.
         self._keep(snapshot)
         return None
 
@@ -142,11 +142,14 @@ class Resize:
                 self._slots.give()
         together = self._slots.ranks_a_task
         left = len(there) // together * together
-        if self._begun is None or not self._since(now - AWAY_S) or left < self._fewest:
+        if self._begun is None or not self._since(now - AWAY_S):
             return None
         assert self._begun.restart.progress is not None
-        if averager.epochs_known >= self._begun.restart.progress.epoch:
-            return None  # callbacks are about to hear of that epoch, and then it must count
+        begun, known = self._begun.restart.progress.epoch, averager.epochs_known
+        if begun > self._epochs and known >= self._epochs:
+            return f"{_named(self._away)} did not come back after the last epoch"
+        if left < self._fewest or known >= begun:
+            return None  # an epoch whose loss is known counts: callbacks are about to hear of it
         logger.warning("%s did not come back in %.0f s", _named(self._away), AWAY_S)
         # The newest checkpoint may be of the rounds that are given up.
         restart = replace(self._begun.restart, saved=False)

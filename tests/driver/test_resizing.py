@@ -400,8 +400,8 @@ class Heard(Callback):
 
 
 @pytest.mark.parametrize(
-    ("held_out", "after", "workers"),
-    [(False, 2, [3, 3]), (True, 1, [2, 2])],
+    ("held_out", "after", "workers", "started"),
+    [(False, 2, [3, 3], [3]), (True, 1, [2, 2], [3, 2])],
     ids=["the last epoch counts", "an epoch not yet validated is trained again"],
 )
 def test_callbacks_and_history_have_the_same_numbers_if_a_worker_is_lost_after_its_last_window(
@@ -410,10 +410,11 @@ def test_callbacks_and_history_have_the_same_numbers_if_a_worker_is_lost_after_i
     held_out: bool,
     after: int,
     workers: list[int],
+    started: list[int],
 ) -> None:
     monkeypatch.setattr(serving, "LOOK_S", 0.02)
     job = make_job(mlp(), epochs=2, max_failures=9, deadline_s=1e9, max_workers=3)
-    clock, heard, proxies = VirtualClock(), Heard(), list[Proxy]()
+    clock, heard, proxies, seen = VirtualClock(), Heard(), list[Proxy](), list[int]()
     reports = TrainingLoop._report_validation
 
     def leaves(loop: TrainingLoop, epoch: int) -> None:
@@ -432,6 +433,7 @@ def test_callbacks_and_history_have_the_same_numbers_if_a_worker_is_lost_after_i
     @contextmanager
     def launch(averager: Averager) -> Iterator[None]:
         shards = shards_of(averager.world_size)
+        seen.append(averager.world_size)
         if averager.world_size < 3:
             with _threads(job, shards, tmp_path)(averager):
                 yield
@@ -448,6 +450,7 @@ def test_callbacks_and_history_have_the_same_numbers_if_a_worker_is_lost_after_i
     assert outcome.history == heard.told
     assert [row.workers for row in outcome.history] == workers
     assert heard.recorded == [[1], [1, 2]]
+    assert seen == started
 
 
 def test_an_epoch_whose_end_callbacks_are_about_to_hear_of_is_not_trained_again() -> None:
