@@ -343,13 +343,14 @@ def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Opt
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     pairs = list(named)
-    if not takes_names(build):
-        parameters = [parameter for _, parameter in pairs]
-        return ZeroRedundancyOptimizer(parameters, build)  # type: ignore[arg-type]
+    given: Any = pairs if takes_names(build) else [parameter for _, parameter in pairs]
 
     def of_a_share(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The user's optimizer for this worker's part of each group; only this part has names."""
-        optimizer = build(pairs)
+        """The user's optimizer for this worker's part of each group.
+
+        Its builder takes all parameters, as it may sort them into groups or by their names.
+        """
+        optimizer = build(given)
         mine = {parameter for group in groups for parameter in group["params"]}
         for parameter in optimizer.state.keys() - mine:
             del optimizer.state[parameter]
@@ -359,5 +360,5 @@ def _sharded(build: OptimizerBuilder, named: NamedParameters) -> torch.optim.Opt
         return optimizer
 
     # The names would be those of all parameters.
-    whole = [{k: v for k, v in g.items() if k != "param_names"} for g in build(pairs).param_groups]
+    whole = [{k: v for k, v in g.items() if k != "param_names"} for g in build(given).param_groups]
     return ZeroRedundancyOptimizer(whole, of_a_share)  # type: ignore[arg-type]
