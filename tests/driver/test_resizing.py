@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -454,14 +454,12 @@ def test_callbacks_and_history_have_the_same_numbers_if_a_worker_is_lost_after_i
 
 
 def test_an_epoch_whose_end_callbacks_are_about_to_hear_of_is_not_trained_again() -> None:
-    job = make_job(mlp(), epochs=9, max_workers=5)
-    resize, served = Resize(job, Free([])), Served(3, {0, 1})
-    averager: Any = served
-    resize.begin(averager)
+    resize, averager = resizing(3, Free([]), max_workers=5)
+    averager.there = {0, 1}
     assert resize.look(averager) is None
-    served.at, served.epochs_known = 60.0, 2
+    averager.at, averager.epochs_known = 60.0, 2
     assert resize.look(averager) is None
-    served.epoch = 3
+    averager.epoch = 3
     assert resize.epoch_ended(averager, 2) is None
     assert resize.look(averager) == "3 workers become 2"
     assert resize.look(averager) is None, "the averager has been told to stop"
@@ -471,13 +469,11 @@ def test_an_epoch_whose_end_callbacks_are_about_to_hear_of_is_not_trained_again(
     assert snapshot.restart.progress.epoch == 3
 
 
-@dataclass
 class Served:
     """What a ``Resize`` asks of an averager."""
 
     losses: Sequence[str] = ()
-    epoch: int = 2
-    epochs_known: int = 1
+    epoch, epochs_known = 2, 1
 
     def __init__(self, workers: int) -> None:
         self.world_size, self.there, self.at = workers, set(range(workers)), 0.0
@@ -490,14 +486,22 @@ class Served:
         return Snapshot(center=[torch.zeros(2)], restart=Restart(progress=progress))
 
 
+def resizing(workers: int, slots: Free, **options: Any) -> tuple[Resize, Any]:
+    """What decides, having begun, and the averager that it looks at."""
+    resize = Resize(make_job(mlp(), epochs=9, **options), slots)
+    averager: Any = Served(workers)
+    resize.begin(averager)
+    return resize, averager
+
+
 def test_the_end_of_an_epoch_that_is_to_be_trained_again_is_not_told_of() -> None:
     """It may have come between the decision and the averager's stop."""
-    job = make_job(mlp(), epochs=9, max_workers=5)
-    resize, averager, heard = Resize(job, Free([])), cast(Any, Served(3, {0, 1})), Heard()
+    resize, averager = resizing(3, Free([]), max_workers=5)
+    job, heard = make_job(mlp(), epochs=9, max_workers=5), Heard()
     served = serving.Serving(
         job, serving.Observers(callbacks=[heard]), Training(9), None, None, resize
     )
-    resize.begin(averager)
+    averager.there = {0, 1}
     resize.look(averager)
     averager.at = 60.0
     summary = EpochSummary(epoch=1, loss=0.5, examples=ROWS, rounds=4, seconds=1.0)
@@ -505,14 +509,6 @@ def test_the_end_of_an_epoch_that_is_to_be_trained_again_is_not_told_of() -> Non
     served._note(averager, summary)
     served._note(averager, EpochValidated(summary))
     assert (heard.told, served.training.recording.history) == ([], [])
-
-
-def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it() -> None:
-    job, slots = make_job(mlp(), epochs=9, min_workers=2, max_workers=5), Free([1] * 9)
-    resize, served = Resize(job, slots), Served(3, {0, 1, 2})
-    averager: Any = served
-    resize.begin(averager)
-    return resize, averager
 
 
 def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it() -> None:
@@ -541,11 +537,10 @@ def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it()
 
 
 def test_no_checkpoint_of_rounds_that_are_given_up_is_taken_for_one_of_the_epochs_start() -> None:
-    resize, served = Resize(make_job(mlp(), epochs=9, max_workers=5), Free([])), Served(3, {0, 1})
-    averager: Any = served
-    resize.begin(averager)
+    resize, averager = resizing(3, Free([]), max_workers=5)
+    averager.there = {0, 1}
     assert resize.look(averager) is None
-    served.at = 60.0
+    averager.at = 60.0
     assert resize.look(averager) == "3 workers become 2"
     snapshot = resize.take()
     assert snapshot is not None
