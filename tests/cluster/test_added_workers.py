@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from test_preemption import wait_until
 from waiting import eventually
 
-from sparkdl import AsynchronousSGD, GradientAllReduce, ParameterAveraging
+from sparkdl import AsynchronousSGD, GossipAveraging, GradientAllReduce, ParameterAveraging
 from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator import estimator as fits
@@ -127,7 +127,8 @@ def test_without_a_free_slot_nothing_changes_and_nothing_is_left(spark: SparkSes
 
 def test_what_cannot_change_its_number_of_workers_is_refused_by_name(spark: SparkSession) -> None:
     rows = frame(spark, rows=ROWS)
-    for strategy in (GradientAllReduce(), ParameterAveraging(aggregation="executors")):
+    among = ParameterAveraging(aggregation="executors")
+    for strategy in (GradientAllReduce(), among, GossipAveraging()):
         with pytest.raises(ConfigError, match=f"{type(strategy).__name__} has workers that exch"):
             estimator(strategy=strategy, maxWorkers=3).fit(rows)
     with pytest.raises(ConfigError, match="maxWorkers is 1, but the fit begins with 2 workers"):

@@ -339,7 +339,8 @@ def _require_changeable(
             "maxWorkers adds workers while a fit runs, but over Spark Connect all of them start "
             "together. Set numWorkers alone, or use a session in the driver (spark-submit)"
         )
-    if job.strategy.needs.collective or not job.strategy.needs.checkpointable:
+    needs = job.strategy.needs
+    if needs.collective or needs.peers or not needs.checkpointable:
         raise ConfigError(
             f"maxWorkers adds workers while a fit runs, but {name} has workers that exchange among "
             "themselves, or keep what no center holds, so that their number cannot change. Set "
