@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,14 +118,23 @@ def format_scores(scores: Sequence[Score], larger_is_better: Mapping[str, bool])
 def _verdict(last: Score, others: Sequence[Score], larger_is_better: Mapping[str, bool]) -> str:
     won: list[str] = []
     lost: list[str] = []
+    unknown: list[str] = []
     for name, larger in larger_is_better.items():
         sign = 1 if larger else -1
-        best = max(sign * other.metrics[name] for other in others)
-        (won if sign * last.metrics[name] > best else lost).append(name)
-    if not won:
-        return f"The {last.name} does not beat the best baseline on {_listed(lost, 'or')}."
-    but = f", but not on {_listed(lost, 'or')}" if lost else ""
-    return f"The {last.name} beats every baseline on {_listed(won, 'and')}{but}."
+        values = [sign * each.metrics[name] for each in (*others, last)]
+        if any(map(math.isnan, values)):  # max would depend on their order
+            unknown.append(name)
+            continue
+        (won if values.pop() > max(values) else lost).append(name)
+    told = ""
+    if won:
+        but = f", but not on {_listed(lost, 'or')}" if lost else ""
+        told = f"The {last.name} beats every baseline on {_listed(won, 'and')}{but}."
+    elif lost:
+        told = f"The {last.name} does not beat the best baseline on {_listed(lost, 'or')}."
+    if unknown:
+        told += f" Nothing follows from {_listed(unknown, 'or')}, which is nan for a model."
+    return told.strip()
 
 
 def _listed(names: Sequence[str], word: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -268,6 +269,16 @@ def test_the_table_says_when_the_network_does_not_win() -> None:
     assert "beats every baseline on log-loss, but not on AUC." in scores(0.7, 0.49)
     assert "does not beat the best baseline on AUC or log-loss." in scores(0.69, 0.51)
     assert "beat" not in table(network=(0.7, 0.5))
+
+
+@pytest.mark.parametrize("of_baselines", [(math.nan, 0.3), (0.3, math.nan)])
+def test_nan_wins_and_loses_nothing_in_whatever_order_the_baselines_come(
+    of_baselines: tuple[float, float],
+) -> None:
+    values = {"constant": of_baselines[0], "baseline": of_baselines[1], "network": 0.5}
+    every = [Score(name=n, metrics={"AUC": v}, seconds=1.0) for n, v in values.items()]
+    told = format_scores(every, {"AUC": True}).splitlines()[-1]
+    assert told == "Nothing follows from AUC, which is nan for a model."
 
 
 def test_columns_are_as_wide_as_their_names() -> None:
