@@ -60,6 +60,8 @@ BUILDERS = ("model", "optimizer", "scheduler")
 _FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config"}
 _GLOB = re.compile(r"[{[*?\\]")
 """Characters that Hadoop takes for a path pattern; pyspark.ml's loaders cannot escape them."""
+_TEMPLATE = re.compile(r"\{\{.*\}\}|\$\{.*\}|\$\(.*\)")
+"""What schedulers and shells put a value in the place of."""
 _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 """An argument in a docstring."""
 _HELP = """usage: {job}.py --config FILE [--KEY VALUE] ...
@@ -250,6 +252,12 @@ def _checked(job: JobName, said: dict[str, Any]) -> Settings:
             )
     if settings.run_id is not None and not settings.run_id.strip():
         raise ConfigError("--run_id is empty, so all runs would share it: set it, or omit it")
+    if settings.run_id is not None and _TEMPLATE.search(settings.run_id):
+        raise ConfigError(
+            f"--run_id '{settings.run_id}' is a template that was never filled in, so all runs "
+            "would share it, and be told that the first one's output is complete. Fill it in "
+            "before the job starts"
+        )
     settings.source, settings.rows = values.built(settings.source), Rows(**settings.rows)
     if job == "train":
         if settings.evaluators and settings.rows.test is None:

@@ -270,7 +270,10 @@ def _fitted(place: str, value: Any, kind: Any) -> Any:
         with suppress(YamlError):
             value = parse(value)
     if origin is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{place} is larger than the largest float") from None
     if origin is Path and isinstance(value, str):
         return Path(value)
     untyped = _is_untyped(origin)

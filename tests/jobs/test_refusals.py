@@ -38,6 +38,10 @@ REFUSED: list[tuple[JobName, str, str]] = [
     ("predict", "--write.columns=[]", "names no column"),
     ("train", "--run_id=", "--run_id is empty"),
     ("train", "--run_id= ", "--run_id is empty"),
+    *(
+        ("train", f"--run_id={run_id}", "is a template that was never filled in")
+        for run_id in ("{{ ds }}", "daily-${DAY}", "$(date +%F)")
+    ),
     ("train", "--config=/no/such.yaml", "/no/such.yaml"),
     *(
         (job, f"--{key}=models/a{character}b", f"--{key} 'models/a{character}b'")
@@ -222,6 +226,7 @@ WRONG: list[tuple[str, str]] = [
     (job(session="{conf: {k: %S3CR3T}}"), "cannot start any token in line"),
     (job() + "model: S3CR3T\n", "has a duplicate key 'model' in line 4, column 1"),
     (job(session="{conf: {k: S3CR3T, 'k': S3CR3T}}"), "has a duplicate key 'k' in line 4"),
+    (job({"learningRate": "9" * 400}), "estimator.learningRate is larger than the largest float"),
     *((job({"epochs": number}), NUMBERS) for number in ("010", "0o10", "1:30", "-1:30.5")),
     ("- S3CR3T\n", "is a list: --config takes a file of keys"),
 ]
