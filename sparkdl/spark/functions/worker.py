@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from sparkdl.arguments import require_whole
+from sparkdl.arguments import as_whole, require_whole
 from sparkdl.checkpoint.state_files import load_state, save_state
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.collective.network import Meeting
@@ -149,15 +149,23 @@ class FunctionWorker:
             **metrics: numbers or tensors of one element, by name.
 
         Raises:
-            ConfigError: a value is not a number.
+            ConfigError: a value is not a number, or a whole one that a float does not hold.
         """
         try:
-            numbers = {
-                name: float(value.detach() if isinstance(value, Tensor) else value)
+            given = {
+                name: value.detach().reshape(()) if isinstance(value, Tensor) else value
                 for name, value in metrics.items()
             }
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"report takes numbers, got {metrics!r}: {error}") from error
+            numbers = {name: float(value) for name, value in given.items()}
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(f"report takes numbers, got {metrics!r:.200}: {error}") from error
+        for name, value in given.items():
+            whole = as_whole(value)
+            if whole is not None and whole != numbers[name]:
+                raise ConfigError(
+                    f"report sends floats, and {name}={whole} would arrive as "
+                    f"{numbers[name]:.0f}. Print it, or return it from the function"
+                )
         self._driver.send_report(numbers)
 
     def save_checkpoint(self, path: str, state: Mapping[str, Any], *, keep_last: int = 2) -> None:

@@ -245,6 +245,28 @@ def test_reports_reach_the_function_for_them_with_their_rank(
         assert mine == [{"epoch": epoch, "loss": 0.5 + rank} for epoch in range(3)]
 
 
+def test_a_whole_number_is_reported_exactly_or_refused(spark: SparkSession) -> None:
+    def speak() -> list[str]:
+        worker, told = sparkdl.current_worker(), []
+        for rows in (2**53, np.int64(2**62), torch.tensor(-(2**60))):
+            worker.report(rows=rows)
+        for rows in (2**53 + 1, np.uint64(2**64 - 1), torch.tensor([2**53 + 1]), 10**400):
+            with pytest.raises(ConfigError) as refused:
+                worker.report(rows=rows)
+            told.append(str(refused.value))
+        return told
+
+    reports = list[float]()
+    (told,) = sparkdl.run(
+        speak, num_workers=1, on_report=lambda _, numbers: reports.append(numbers["rows"])
+    )
+    assert reports == [2**53, 2**62, -(2**60)]
+    assert "rows=9007199254740993 would arrive as 9007199254740992" in told[0]
+    assert "rows=18446744073709551615 would arrive as 18446744073709551616" in told[1]
+    assert "rows=9007199254740993 would arrive as 9007199254740992" in told[2]
+    assert "too large" in told[3]
+
+
 def test_a_checkpoint_is_written_once_and_read_by_workers_and_driver(
     spark: SparkSession, tmp_path: Path
 ) -> None:
