@@ -114,7 +114,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
     @classmethod
     def read(cls) -> StageReader:
         """A reader, which ``load`` uses; it raises ConfigError for what is damaged."""
-        return StageReader(cls._saved)
+        return StageReader(cls, cls._saved)
 
     @classmethod
     def _saved(cls, directory: Path, metadata: dict[str, Any]) -> Self:

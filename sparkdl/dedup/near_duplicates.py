@@ -63,7 +63,7 @@ class NearDuplicates(
     @classmethod
     def read(cls) -> StageReader:
         """A reader, which ``load`` uses; it raises ConfigError for what is damaged."""
-        return StageReader(lambda *_: cls())
+        return StageReader(cls, lambda *_: cls())
 
     @jvm_named()
     def _fit(self, dataset: DataFrame) -> NearDuplicatesModel:

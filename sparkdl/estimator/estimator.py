@@ -70,7 +70,7 @@ class BaseEstimator(
     @classmethod
     def read(cls, *, trust: TrustArgument = False) -> StageReader:
         """A reader; for ``trust`` see ``load``."""
-        return StageReader(partial(read_estimator, cls, trust))
+        return StageReader(cls, partial(read_estimator, cls, trust))
 
     @classmethod
     def load(cls, path: str, *, trust: TrustArgument = False) -> Self:

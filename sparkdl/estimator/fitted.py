@@ -285,7 +285,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
     @classmethod
     def read(cls, *, trust: TrustArgument = False) -> StageReader:
         """A reader; for ``trust`` see ``load``."""
-        return StageReader(lambda directory, _: cls._from_saved(directory, trust))
+        return StageReader(cls, lambda directory, _: cls._from_saved(directory, trust))
 
     @classmethod
     def load(cls, path: str, *, trust: TrustArgument = False) -> Self:

@@ -76,6 +76,10 @@ _OTHERWISE = {
 }
 
 
+_PACKAGES = ("sparkdl.", "pyspark.", "org.apache.spark.")
+"""Whose classes of stages can be told apart by their names alone."""
+
+
 def require_savable_grid(estimator: Params) -> None:
     """Check that the search which an estimator is fitted for can be saved once it is over.
 
@@ -154,22 +158,45 @@ class DirectoryWriter(MLWriter):
 
 
 class StageReader(MLReader[Any]):
-    """Reads a stage; ``make`` builds it of the directory and the metadata, but for its Params."""
+    """Reads a stage.
 
-    def __init__(self, make: Callable[[Path, dict[str, Any]], Any]) -> None:
+    Args:
+        kind: its class.
+        make: builds it of the directory and the metadata, but for its Params.
+    """
+
+    def __init__(self, kind: type, make: Callable[[Path, dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._make = make
+        self._kind, self._make = kind, make
 
     def load(self, path: str) -> Any:
         """Load from a path on any file system that Spark knows; a local one needs no Spark."""
         with fetch(path) as directory:
             try:
                 metadata = read_metadata(directory)
+                _require_class(self._kind, metadata, directory)
                 return restore_params(self._make(directory, metadata), metadata)
             except ConfigError as error:
                 # What was read may be a copy, which nobody else has seen.
                 told = str(error).replace(str(directory), shown(path))
                 raise ConfigError(told) from error.__cause__
+
+
+def _require_class(kind: type, metadata: dict[str, Any], directory: Path) -> None:
+    """Check that a stage of ours or of Spark's is read as what it was saved as.
+
+    A user's own class may be read as the class that it extends, and the other way round.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    package, _, saved = str(metadata.get("class")).rpartition(".")
+    if not f"{package}.".startswith(_PACKAGES) or saved in (each.__name__ for each in kind.__mro__):
+        return
+    raise ConfigError(
+        f"what is in {directory} was saved as {saved}, and not as {kind.__name__}. "
+        f"Call {saved}.load"
+    )
 
 
 def read_estimator(
@@ -198,8 +225,9 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: there is no stage, or it is damaged.
     """
-    path = directory / "metadata" / "part-00000"
-    if not path.is_file():
+    # Spark's own stages have longer names there.
+    path = min((directory / "metadata").glob("part-00000*"), default=None)
+    if path is None or not path.is_file():
         raise ConfigError(f"there is no saved stage in {directory}: metadata/ is missing")
     metadata = read_json_object(path)
     kinds = {"uid": str, "paramMap": dict, "defaultParamMap": dict}

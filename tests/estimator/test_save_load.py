@@ -21,6 +21,8 @@ from torch import nn
 
 from sparkdl import (
     ParameterAveraging,
+    TorchClassificationModel,
+    TorchClassifier,
     TorchEstimator,
     TorchModel,
     load_module,
@@ -116,6 +118,35 @@ def test_params_that_a_subclass_adds_are_saved_whatever_their_names(tmp_path: Pa
     loaded = Scored.load(str(tmp_path / "model"), trust=True)
     assert loaded.getOrDefault("metrics") == ["precision", "recall"]
     assert not loaded.isDefined("loss")
+
+
+@pytest.mark.parametrize("called", [TorchClassificationModel, TorchEstimator])
+def test_a_model_of_another_class_is_refused_by_the_class_that_it_was_saved_as(
+    called: type[TorchClassificationModel | TorchEstimator], tmp_path: Path
+) -> None:
+    TorchModel.from_module(nn.Linear(4, 2), torch.zeros(1, 4)).save(str(tmp_path / "model"))
+    words = r"/model was saved as TorchModel, .* Call TorchModel\.load$"
+    with pytest.raises(ConfigError, match=words):
+        called.load(str(tmp_path / "model"))
+
+
+def test_a_classifier_is_refused_as_another_estimator_by_its_class(tmp_path: Path) -> None:
+    classifier = TorchClassifier(model=Net, optimizer="Adam", featuresCol="x", labelCol="y")
+    classifier.save(str(tmp_path / "classifier"))
+    with pytest.raises(ConfigError, match=r"Call TorchClassifier\.load$"):
+        TorchEstimator.load(str(tmp_path / "classifier"), trust=["models"])
+
+
+def test_a_pipeline_is_no_model_by_itself(tmp_path: Path, spark: SparkSession) -> None:
+    model = TorchModel.from_module(nn.Linear(4, 2), torch.zeros(1, 4))
+    PipelineModel([model]).save(str(tmp_path / "pipeline"))
+    with pytest.raises(ConfigError, match=r"Call PipelineModel\.load"):
+        TorchModel.load(str(tmp_path / "pipeline"))
+
+
+def test_a_model_is_loaded_as_the_class_of_its_user_too(tmp_path: Path) -> None:
+    TorchModel.from_module(nn.Linear(4, 2), torch.zeros(1, 4)).save(str(tmp_path / "model"))
+    assert isinstance(Scored.load(str(tmp_path / "model"), trust=True), Scored)
 
 
 @pytest.mark.gate
