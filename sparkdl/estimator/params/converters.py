@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from sparkdl import large_batches
 from sparkdl.arguments import as_list, plain
-from sparkdl.callbacks import Callback, Hooks, WorkerCallback
+from sparkdl.callbacks import Callback, EarlyStopping, Hooks, ModelCheckpoint, WorkerCallback
 from sparkdl.checkpoint.trust import classes_of
 from sparkdl.errors import ConfigError
 from sparkdl.metrics import Metrics
@@ -106,7 +106,32 @@ def callbacks(value: Any) -> list[AnyCallback]:
             raise ConfigError(f"{wanted}, but it has the class {each.__name__}: call it")
         if not isinstance(each, AnyCallback):
             raise ConfigError(f"{wanted}, but it has {each!r}")
+    _require_one_best(value)
     return list(value)
+
+
+def _require_one_best(given: Sequence[AnyCallback]) -> None:
+    """Check that no two callbacks would have the fit return the models of different epochs.
+
+    Raises:
+        ConfigError: the one that was the best last, by whichever, would be returned.
+    """
+    keep = [
+        each
+        for each in given
+        if isinstance(each, ModelCheckpoint)
+        or (isinstance(each, EarlyStopping) and each.restore_best)
+    ]
+    first = next(iter(keep), None)
+    other = next((each for each in keep if first and each.metric != first.metric), None)
+    if first is None or other is None:
+        return
+    raise ConfigError(
+        "callbacks must keep the same model, since a fit returns one, but "
+        f"{type(first).__name__} keeps the best by '{first.metric}', and {type(other).__name__} "
+        f"by '{other.metric}'. Have both follow one of them, leave out a ModelCheckpoint, or set "
+        "restore_best=False in an EarlyStopping that is only to end the training"
+    )
 
 
 def metrics(value: Any) -> dict[str, Any]:

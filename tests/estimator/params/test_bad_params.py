@@ -21,7 +21,13 @@ from pyspark.sql import functions as F
 from torch import Tensor, nn
 
 from sparkdl import GradientAllReduce, TorchEstimator
-from sparkdl.callbacks import Callback, EarlyStopping, WorkerCallback, WorkerStep
+from sparkdl.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    WorkerCallback,
+    WorkerStep,
+)
 from sparkdl.errors import ConfigError, ModelError, SparkDLError
 from sparkdl.estimator.params.training import TrainingParams
 from sparkdl.protocols import Batch
@@ -83,6 +89,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("strategy", GradientAllReduce, "got the class GradientAllReduce itself"),
     ("callbacks", EarlyStopping(), "a list"),
     ("callbacks", [EarlyStopping], "has the class EarlyStopping: call it"),
+    (
+        "callbacks",
+        [ModelCheckpoint(), EarlyStopping("accuracy")],
+        "ModelCheckpoint keeps the best by 'validation_loss', and EarlyStopping by 'accuracy'",
+    ),
     ("callbacks", [print], "has <built-in function print>"),
 ]
 
@@ -252,3 +263,8 @@ def test_a_directory_that_cannot_be_made_fails_before_training(
     with pytest.raises(ConfigError, match="checkpointPath '/dev/null/x' cannot be used"):
         estimator(checkpointPath="/dev/null/x", model=Traced(str(trace))).fit(frame(spark))
     assert lines(trace) == []
+
+
+def test_one_callback_keeps_the_best_model_while_another_ends_the_training() -> None:
+    both = [ModelCheckpoint(), EarlyStopping("accuracy", restore_best=False)]
+    assert estimator(callbacks=both).getCallbacks() == both

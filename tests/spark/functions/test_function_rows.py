@@ -247,10 +247,12 @@ def test_reports_reach_the_function_for_them_with_their_rank(
 
 def test_a_whole_number_is_reported_exactly_or_refused(spark: SparkSession) -> None:
     def speak() -> list[str]:
-        worker, told = sparkdl.current_worker(), []
-        for rows in (2**53, np.int64(2**62), torch.tensor(-(2**60))):
+        worker, told = sparkdl.current_worker(), list[str]()
+        exact: list[Any] = [2**53, np.int64(2**62), torch.tensor(-(2**60))]
+        for rows in exact:
             worker.report(rows=rows)
-        for rows in (2**53 + 1, np.uint64(2**64 - 1), torch.tensor([2**53 + 1]), 10**400):
+        inexact: list[Any] = [2**53 + 1, np.uint64(2**64 - 1), torch.tensor([2**53 + 1]), 10**400]
+        for rows in inexact:
             with pytest.raises(ConfigError) as refused:
                 worker.report(rows=rows)
             told.append(str(refused.value))
