@@ -23,6 +23,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import SQLTransformer
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparkdl import NearDuplicates, NearDuplicatesModel
 from sparkdl.dedup import near_duplicates
@@ -168,6 +169,21 @@ def test_a_report_shows_the_pictures_of_rows_of_any_order(
     for row, picture in zip(order, given, strict=True):
         assert same_pixels(report.values[row], picture)
     assert report.to_html().count("data:image/png;base64,") == 4
+
+
+def test_a_saved_model_knows_times_without_a_zone_as_such(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    with configured(spark, {"spark.sql.session.timeZone": "Asia/Kathmandu"}):
+        frame = spark.sql(
+            """select timestamp_ntz'2024-03-31 02:30:00' + make_dt_interval(id) as first,
+                      timestamp_ntz'2024-01-01 00:00:00' as day, 7L as word from range(3)"""
+        )
+        dedup = NearDuplicates(inputCol="word", hash="given", within="day", keep="first")
+        dedup.fit(frame).save(str(tmp_path / "model"))
+        loaded = NearDuplicatesModel.load(str(tmp_path / "model"))
+        assert loaded.words.schema["first"].dataType == T.TimestampNTZType()
+        assert loaded.transform(frame).collect() == [frame.orderBy("first").first()]
 
 
 @pytest.mark.nightly

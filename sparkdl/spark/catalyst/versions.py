@@ -69,12 +69,12 @@ def table_of(frame: DataFrame) -> pa.Table:
 
 def frame_of(spark: SparkSession, table: pa.Table) -> DataFrame:
     """The rows of a table as a DataFrame."""
-    if not of_spark_3():
-        return spark.createDataFrame(table)
-    # Not by pandas, where integers beside null become floats.
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    return spark.createDataFrame(table.to_pylist(), from_arrow_schema(table.schema))
+    # By itself, Spark takes timestamps without a time zone for ones in the session's.
+    schema = from_arrow_schema(table.schema, prefer_timestamp_ntz=True)
+    # Spark 3 would go by pandas, where integers beside null become floats.
+    return spark.createDataFrame(table.to_pylist() if of_spark_3() else table, schema)
 
 
 def of_spark_3() -> bool:
