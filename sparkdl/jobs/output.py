@@ -152,6 +152,9 @@ class Output:
                     failed = error
                 self._clear(failed=failed is not None)
             self._remove_work()
+        except ConfigError:  # it stays as it is, without anything beside it
+            self._remove_work()
+            raise
         except _STORAGE_ERRORS as error:
             raise CheckpointError(f"{self._path} could not be written: {error}") from error
         if failed is not None:  # not in the try, lest a file that the job lacks be taken for ours

@@ -127,7 +127,8 @@ class TableFormat:
         columns: those of the predictions' table; all by default.
         partition_by: columns that become folders.
         options: of the writer, for example ``{compression: zstd}``.
-        files: how many files to write; as many as there are partitions by default.
+        files: how many files to write at most, to each folder; as many as there are partitions by
+            default.
     """
 
     format: str = "parquet"

@@ -271,6 +271,15 @@ def test_what_no_job_of_the_kind_has_made_is_never_replaced(tmp_path: Path) -> N
         attempt(local(precious), run_of("a"))
 
 
+def test_a_refused_job_leaves_nothing_beside_what_it_did_not_replace(tmp_path: Path) -> None:
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "part-0.parquet").write_text("rows")
+    for run_id in ("a", None):
+        with pytest.raises(ConfigError, match="was not written by a job"):
+            attempt(local(tmp_path / "table"), run_of(run_id))
+    assert os.listdir(tmp_path) == ["table"]
+
+
 def test_a_staged_directory_that_is_not_whole_is_not_published(tmp_path: Path) -> None:
     attempt(local(tmp_path / "out"), run_of("a"))
     damaged = tmp_path / "out.sparkdl-staged-0123abcd"
