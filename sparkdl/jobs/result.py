@@ -16,7 +16,7 @@ from typing import Any
 import pyspark
 import torch
 from pyarrow import fs
-from pyspark.errors import AnalysisException, ParseException
+from pyspark.errors import AnalysisException, IllegalArgumentException, ParseException
 
 from sparkdl.durable.local_files import LocalFiles, put_file
 from sparkdl.errors import (
@@ -167,6 +167,8 @@ _CODES: list[tuple[type[BaseException], Exit]] = [
     # Spark's error for a missing path, table or column, and for SQL that it cannot parse.
     (AnalysisException, Exit.DATA),
     (ParseException, Exit.DATA),
+    # Its error for what else it takes no rows with: a stage's missing column, an unknown codec.
+    (IllegalArgumentException, Exit.DATA),
     (OSError, Exit.STORAGE),
 ]
 

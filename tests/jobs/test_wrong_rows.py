@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from every_row import every
+from pyspark.ml.feature import VectorAssembler
 from tables import configuration, make_table, write_configuration
 
 from sparkdl.jobs import evaluate, train
@@ -61,6 +62,16 @@ def test_evaluate_on_rows_says_their_metrics(
     assert failed(evaluate_main, tmp_path, said) == (0, "")
     found = json.loads((tmp_path / "evaluation" / "_result.json").read_text())
     assert found["metrics"] == {"accuracy": 1.0}
+
+
+def test_a_column_that_a_stage_misses_is_an_error_of_the_data(
+    tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = VectorAssembler(inputCols=["no_such"], outputCol="assembled")
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: stage)
+    code, why = failed(evaluate_main, tmp_path, said)
+    assert code == 3
+    assert "no_such" in why
 
 
 @pytest.mark.usefixtures("nothing_is_trained")
