@@ -224,7 +224,7 @@ def check_statistics(
     if statistics.rows < workers:
         raise DataError(
             f"the DataFrame has {counted(statistics.rows, 'row')}, fewer than the {workers} "
-            f"workers. Set numWorkers to at most {statistics.rows}"
+            f"workers. Set numWorkers, or num_workers of sparkdl.run, to at most {statistics.rows}"
         )
 
 

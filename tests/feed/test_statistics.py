@@ -130,7 +130,7 @@ GOOD = ColumnStatistics(smallest=0, largest=1)
     [
         ({}, (0,), "the DataFrame is empty"),
         ({}, (0, 0), "the DataFrame is empty"),
-        ({}, (1, 1, 0), r"2 rows, fewer than the 3 workers.*numWorkers.* 2"),
+        ({}, (1, 1, 0), r"2 rows, fewer than the 3 workers.*numWorkers.*num_workers.* 2"),
         ({"nulls": 5}, (3, 4), r"has 5 null values in 7 rows\. Drop these rows .*F\.coalesce"),
         (
             {"null_elements": 2, "shortest": 3, "longest": 3},
