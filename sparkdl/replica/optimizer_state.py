@@ -307,6 +307,8 @@ def build_optimizer(build: OptimizerBuilder, named: NamedParameters) -> torch.op
     """
     pairs = list(named)
     optimizer = build(pairs if takes_names(build) else [parameter for _, parameter in pairs])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer  # who asked for it refuses it in words
     # Schedules write to a learning rate that is a tensor: here it would be the builder's own, from
     # which the next optimizer is built, on the workers too.
     clones: dict[Tensor, Tensor] = {}
