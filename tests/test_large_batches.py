@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from toys import classification, make_job, mlp, relative_error, sgd_on_union
 
 from sparkdl.errors import ConfigError
@@ -80,16 +80,13 @@ def test_a_complex_layer_takes_the_steps_of_its_real_and_imaginary_parts(build: 
     torch.testing.assert_close(torch.view_as_real(whole.detach()), parts.detach())
 
 
-@every(
-    ("build", "words"),
-    [
-        (partial(LARS, lr=-1), "lr"),
-        (partial(LARS, lr=1, momentum=1), "momentum"),
-        (partial(LARS, lr=1, trust=0), "trust"),
-        (partial(LAMB, betas=(0.9, 1)), "betas"),
-        (partial(LAMB, eps=0), "eps"),
-        (partial(LAMB, weight_decay=float("nan")), "weight_decay"),
-    ],
+@every_row(
+    (partial(LARS, lr=-1), "lr"),
+    (partial(LARS, lr=1, momentum=1), "momentum"),
+    (partial(LARS, lr=1, trust=0), "trust"),
+    (partial(LAMB, betas=(0.9, 1)), "betas"),
+    (partial(LAMB, eps=0), "eps"),
+    (partial(LAMB, weight_decay=float("nan")), "weight_decay"),
 )
 def test_settings_out_of_range_are_refused(build: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 import torch
 from by_keyword import run
-from every_row import every
+from every_row import every, every_row
 from misbehaving import run_with_breaks, seen_through
 from support.faults import Proxy
 from support.replay import recorded_commits, relative_difference, replay
@@ -67,7 +67,7 @@ def test_connections_reset_at_any_byte_cost_no_row(
     assert relative_difference(outcome.module, replay(job, shards, commits)) < within
 
 
-@every(("limits", "max_failures"), [([10], 1), ([110], 1), ([60] * 3, 0)])
+@every_row(([10], 1), ([110], 1), ([60] * 3, 0))
 def test_a_connection_that_breaks_while_the_ends_prove_themselves_is_tried_again(
     tmp_path: Path, limits: list[int], max_failures: int
 ) -> None:

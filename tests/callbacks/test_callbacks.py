@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from interruptions import policy
 from toys import classification, make_job, mlp, schema
 
@@ -284,9 +284,9 @@ OWN_STATES = {
 }
 
 
-@every(("changes", "kept"), [({}, 2), (OWN_STATES, 4)])
+@every_row(({}, 2), (OWN_STATES, 4))
 def test_a_training_goes_on_from_its_last_model_and_states_and_not_from_the_one_that_was_kept(
-    changes: dict[str, Any], kept: int, tmp_path: Path
+    tmp_path: Path, changes: dict[str, Any], kept: int
 ) -> None:
     job, shards = with_held_out_rows(epochs=4, **changes)
     keeping = [Diary({kept: Training.keep_model})]
@@ -315,12 +315,9 @@ def test_a_model_checkpoint_follows_a_loss_that_there_is() -> None:
         ModelCheckpoint().on_epoch(Training(1, [summary]), summary)
 
 
-@every(
-    ("callback", "words"),
-    [
-        (ModelCheckpoint(), "ModelCheckpoint follows the loss on held-out rows"),
-        (EarlyStopping(), "validationIndicatorCol"),
-    ],
+@every_row(
+    (ModelCheckpoint(), "ModelCheckpoint follows the loss on held-out rows"),
+    (EarlyStopping(), "validationIndicatorCol"),
 )
 def test_without_held_out_rows_nothing_follows_their_loss(callback: Callback, words: str) -> None:
     job, shards = make_job(mlp(), epochs=2), classification(SIZES).shards()

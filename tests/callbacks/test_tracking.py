@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from torch import Tensor, nn
 from toys import classification, make_job, mlp
 
@@ -293,7 +293,7 @@ def test_a_model_of_several_columns_is_a_function_of_their_tensors(store: Any) -
     assert [spec.name for spec in signature.outputs] == ["logits", "norm"]
 
 
-@every(("callback", "missing"), [(TensorBoard("logs"), "tensorboard"), (MLflow(), "mlflow")])
+@every_row((TensorBoard("logs"), "tensorboard"), (MLflow(), "mlflow"))
 def test_a_library_that_is_missing_is_named_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, callback: Callback, missing: str
 ) -> None:

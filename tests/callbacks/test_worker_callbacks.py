@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from toys import batches_by_hand, classification, make_job, mlp
 
 from sparkdl.callbacks import Callback, WorkerCallback, WorkerStep
@@ -55,12 +55,11 @@ def lines(directory: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / f"{rank}").read_text().splitlines()]
 
 
-@every(
-    ("strategy", "a_step"),
-    [(ParameterAveraging(2), 1), (ElasticAveraging(), 1), (GradientAllReduce(accumulate=2), 2)],
+@every_row(
+    (ParameterAveraging(2), 1), (ElasticAveraging(), 1), (GradientAllReduce(accumulate=2), 2)
 )
 def test_each_step_is_told_of_with_its_rows_and_its_loss(
-    strategy: Any, a_step: int, tmp_path: Path
+    tmp_path: Path, strategy: Any, a_step: int
 ) -> None:
     job = make_job(mlp(), epochs=EPOCHS, strategy=strategy, deadline_s=120.0)
     ranks_as: Any = "processes" if strategy.needs.collective else "threads"

@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from torch import nn
 
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer
@@ -155,28 +155,25 @@ def test_a_cell_that_is_run_again_defines_the_same() -> None:
         assert same(cell(source), cloudpickle.loads(cloudpickle.dumps(cell(source))))
 
 
-@every(
-    ("source", "part"),
-    [
-        ("it = lambda o: o + $", "its code"),
-        ("it = lambda o: o.f$()", "its code"),
-        ("def it(o, k=$): return k", "default of k"),
-        ("def it(o, *, k=$): return k", "default of k"),
-        ("a = $\ndef it(o): return a", "variable a"),
-        ("a = torch.full((2,), $)\ndef it(o): return a", "variable a"),
-        ("def h(o): return $\ndef it(o): return h(o)", "variable h"),
-        ("def f(k):\n  return lambda o: k\nit = f({1: [$]})", "variable k"),
-        ("def it(o):\n  def inner(x):\n    return x + $\n  return inner(o)", "its code"),
-        ("class it(nn.Module):\n  def forward(self, x):\n    return x * $", "its forward"),
-        ("class it:\n  k = $", "its k"),
-        ("class B:\n  def f(self): return $\nclass it(B): pass", "its bases"),
-        (
-            "class C:\n  def __init__(self, k): self.k = k\n  def __repr__(self): return 'C'\n"
-            "it = C($)",
-            "attribute k",
-        ),
-        ("class it:\n  @property\n  def f(self): return $", "its f"),
-    ],
+@every_row(
+    ("it = lambda o: o + $", "its code"),
+    ("it = lambda o: o.f$()", "its code"),
+    ("def it(o, k=$): return k", "default of k"),
+    ("def it(o, *, k=$): return k", "default of k"),
+    ("a = $\ndef it(o): return a", "variable a"),
+    ("a = torch.full((2,), $)\ndef it(o): return a", "variable a"),
+    ("def h(o): return $\ndef it(o): return h(o)", "variable h"),
+    ("def f(k):\n  return lambda o: k\nit = f({1: [$]})", "variable k"),
+    ("def it(o):\n  def inner(x):\n    return x + $\n  return inner(o)", "its code"),
+    ("class it(nn.Module):\n  def forward(self, x):\n    return x * $", "its forward"),
+    ("class it:\n  k = $", "its k"),
+    ("class B:\n  def f(self): return $\nclass it(B): pass", "its bases"),
+    (
+        "class C:\n  def __init__(self, k): self.k = k\n  def __repr__(self): return 'C'\n"
+        "it = C($)",
+        "attribute k",
+    ),
+    ("class it:\n  @property\n  def f(self): return $", "its f"),
 )
 def test_what_does_something_else_is_told_by_the_part(source: str, part: str) -> None:
     found = line(*(cell(source.replace("$", number)) for number in "12"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from models import Net
 from safetensors.torch import load_file
 from torch import nn
@@ -132,7 +132,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
         load_module(tmp_path)
 
 
-@every("number, words", [(99, "format 99, newer than the 4"), (3, "format 3, .* only format 4")])
+@every_row((99, "format 99, newer than the 4"), (3, "format 3, .* only format 4"))
 def test_another_format_is_refused_with_both_numbers(
     tmp_path: Path, number: int, words: str
 ) -> None:
@@ -185,14 +185,11 @@ def spectral(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2, dtype=dtype), nn.BatchNorm1d(2))
 
 
-@every(
-    ("build", "change"),
-    [
-        (Net, nn.Module.double),
-        (lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double()), nn.Module.train),
-        (partial(spectral, torch.complex64), nn.Module.train),
-        (partial(spectral, torch.complex128), nn.Module.train),
-    ],
+@every_row(
+    (Net, nn.Module.double),
+    (lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).double()), nn.Module.train),
+    (partial(spectral, torch.complex64), nn.Module.train),
+    (partial(spectral, torch.complex128), nn.Module.train),
 )
 def test_modules_of_any_dtypes_come_back_whole(tmp_path: Path, build: Any, change: Any) -> None:
     module = change(build())
@@ -267,16 +264,13 @@ def test_a_loss_of_one_s_own_needs_trust(tmp_path: Path) -> None:
     assert read_module(tmp_path, trust=True).loss(3, 1) == 2
 
 
-@every(
-    ("changes", "words"),
-    [
-        ({"labels": None}, "it has no list of labels"),
-        ({"labels": [{"name": "y"}]}, "an entry of labels is invalid"),
-        ({"labels": [{"name": "y", "dtype": "os", "row_shape": []}]}, "entry of labels is invalid"),
-        ({"loss": {"recipe": {"import": "os:system"}}}, "not torch's own"),
-        ({"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}}, "must be an nn.Module or"),
-        ({"loss": []}, "which is not an object spec"),
-    ],
+@every_row(
+    ({"labels": None}, "it has no list of labels"),
+    ({"labels": [{"name": "y"}]}, "an entry of labels is invalid"),
+    ({"labels": [{"name": "y", "dtype": "os", "row_shape": []}]}, "entry of labels is invalid"),
+    ({"loss": {"recipe": {"import": "os:system"}}}, "not torch's own"),
+    ({"loss": {"recipe": {"import": "torch.optim.sgd:SGD"}}}, "must be an nn.Module or"),
+    ({"loss": []}, "which is not an object spec"),
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, changes: Any, words: str) -> None:
     saved(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from every_row import every
+from every_row import every_row
 from frames import no_jobs
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -25,18 +25,15 @@ def rows(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(pa.table(columns))
 
 
-@every(
-    "params, said",
-    [
-        ({"hash": "md5"}, "hash must be one of dhash, ahash, phash, whash, simhash, given"),
-        ({"threshold": -1}, "threshold must be a whole number of bits >= 0"),
-        ({"threshold": 32}, "threshold must be at most 31 of the 64 bits, got 32"),
-        ({"threshold": 1.5}, "threshold must be a whole number"),
-        ({"mode": "drop"}, "mode must be one of filter, mark"),
-        ({"keep": None}, "keep must be a name, got None"),
-        ({"within": ""}, "within must be a name"),
-        ({"treshold": 3}, "no parameter 'treshold'. Did you mean 'threshold'?"),
-    ],
+@every_row(
+    ({"hash": "md5"}, "hash must be one of dhash, ahash, phash, whash, simhash, given"),
+    ({"threshold": -1}, "threshold must be a whole number of bits >= 0"),
+    ({"threshold": 32}, "threshold must be at most 31 of the 64 bits, got 32"),
+    ({"threshold": 1.5}, "threshold must be a whole number"),
+    ({"mode": "drop"}, "mode must be one of filter, mark"),
+    ({"keep": None}, "keep must be a name, got None"),
+    ({"within": ""}, "within must be a name"),
+    ({"treshold": 3}, "no parameter 'treshold'. Did you mean 'threshold'?"),
 )
 def test_params(params: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -44,21 +41,18 @@ def test_params(params: dict[str, Any], said: str) -> None:
     assert said in str(caught.value)
 
 
-@every(
-    "params, change, said",
-    [
-        ({"inputCol": "image"}, None, "'image', which the DataFrame does not have. It has: id"),
-        ({"within": "class"}, None, "or set within=None to compare all rows"),
-        ({"keep": "path"}, None, "keep names the column 'path'"),
-        ({"hash": "dhash"}, None, "(inputCol) has type bigint, but hash='dhash' takes binary"),
-        ({"hash": "simhash"}, None, "hash='simhash' takes strings"),
-        ({"inputCol": "label"}, None, "hash='given' takes longs"),
-        ({}, lambda f: f.withColumn("id", F.array("id")), "(keep) has type array<bigint>"),
-        ({}, lambda f: f.withColumn("label", F.struct("id")), "(within) has type struct"),
-        ({}, lambda f: f.select("*", "id"), "'id', which occurs 2 times"),
-        ({"keep": "Distance"}, lambda f: f.withColumnRenamed("id", "Distance"), "are marked with"),
-        ({"keep": "duplicate_of"}, lambda f: f.withColumnRenamed("id", "duplicate_of"), "Rename"),
-    ],
+@every_row(
+    ({"inputCol": "image"}, None, "'image', which the DataFrame does not have. It has: id"),
+    ({"within": "class"}, None, "or set within=None to compare all rows"),
+    ({"keep": "path"}, None, "keep names the column 'path'"),
+    ({"hash": "dhash"}, None, "(inputCol) has type bigint, but hash='dhash' takes binary"),
+    ({"hash": "simhash"}, None, "hash='simhash' takes strings"),
+    ({"inputCol": "label"}, None, "hash='given' takes longs"),
+    ({}, lambda f: f.withColumn("id", F.array("id")), "(keep) has type array<bigint>"),
+    ({}, lambda f: f.withColumn("label", F.struct("id")), "(within) has type struct"),
+    ({}, lambda f: f.select("*", "id"), "'id', which occurs 2 times"),
+    ({"keep": "Distance"}, lambda f: f.withColumnRenamed("id", "Distance"), "are marked with"),
+    ({"keep": "duplicate_of"}, lambda f: f.withColumnRenamed("id", "duplicate_of"), "Rename"),
 )
 def test_tables_before_any_task(
     spark: SparkSession, rows: DataFrame, params: dict[str, Any], change: Change | None, said: str
@@ -69,13 +63,10 @@ def test_tables_before_any_task(
     assert said in str(caught.value)
 
 
-@every(
-    "condition, keep, said",
-    [
-        ("false", "id", "the DataFrame has no rows"),
-        ("true", "nullif(id, 2)", "(keep) is null in 1 row"),
-        ("true", "id % 3", "must be unique, but 2 rows have 0"),
-    ],
+@every_row(
+    ("false", "id", "the DataFrame has no rows"),
+    ("true", "nullif(id, 2)", "(keep) is null in 1 row"),
+    ("true", "id % 3", "must be unique, but 2 rows have 0"),
 )
 def test_rows_that_cannot_be_told_apart(
     rows: DataFrame, condition: str, keep: str, said: str

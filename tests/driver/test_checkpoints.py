@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from by_keyword import run
-from every_row import every
+from every_row import every, every_row
 from hostile import damaged
 from hypothesis import given, settings
 from interruptions import OPTIMIZERS, AskedToStop, Interrupted, policy, same_bits
@@ -327,30 +327,27 @@ JOB, TWELVE = make_job(mlp()), classification([6, 6])
 IMAGES = make_job(cnn(), schema=schema(36)), classification([12, 8], width=36)
 
 
-@every(
-    ("first", "other", "message"),
-    [
-        ((JOB, TWELVE), (make_job(mlp(classes=4)), TWELVE), "state: was .*, 83.*, is now .*, 92"),
-        (
-            (JOB, TWELVE),
-            (make_job(mlp(), optimizer=partial(torch.optim.SGD, lr=0.2)), TWELVE),
-            "lr of parameter group 0: was 0.1, is now 0.2",
-        ),
-        (
-            IMAGES,
-            (make_job(cnn().to(memory_format=torch.channels_last), schema=schema(36)), IMAGES[1]),
-            r"strides of 4.weight: was none, is now \[16, 1, 8, 4\]",
-        ),
-        ((JOB, TWELVE), (JOB, classification([4, 4, 4])), "number of workers: was 2, is now 3"),
-        (
-            (JOB, TWELVE),
-            (JOB, classification([6, 7])),
-            r"rows of each partition: was \[6, 6\], is now \[6, 7\]",
-        ),
-    ],
+@every_row(
+    ((JOB, TWELVE), (make_job(mlp(classes=4)), TWELVE), "state: was .*, 83.*, is now .*, 92"),
+    (
+        (JOB, TWELVE),
+        (make_job(mlp(), optimizer=partial(torch.optim.SGD, lr=0.2)), TWELVE),
+        "lr of parameter group 0: was 0.1, is now 0.2",
+    ),
+    (
+        IMAGES,
+        (make_job(cnn().to(memory_format=torch.channels_last), schema=schema(36)), IMAGES[1]),
+        r"strides of 4.weight: was none, is now \[16, 1, 8, 4\]",
+    ),
+    ((JOB, TWELVE), (JOB, classification([4, 4, 4])), "number of workers: was 2, is now 3"),
+    (
+        (JOB, TWELVE),
+        (JOB, classification([6, 7])),
+        r"rows of each partition: was \[6, 6\], is now \[6, 7\]",
+    ),
 )
 def test_another_training_is_refused_in_words(
-    first: tuple[Job, Data], other: tuple[Job, Data], message: str, tmp_path: Path
+    tmp_path: Path, first: tuple[Job, Data], other: tuple[Job, Data], message: str
 ) -> None:
     run_world(first[0], first[1].shards(), checkpoints=policy(tmp_path / "c"))
     with pytest.raises(ConfigError, match=message):

@@ -9,7 +9,7 @@ import PIL.Image
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from feeds import VECTOR, as_vector
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def test_a_flat_array_takes_a_declared_shape() -> None:
     assert found.tolist() == [[[1, 2, 3], [4, 5, 6]]] * 2
 
 
-@every(("channels", "mode"), [(1, 0), (3, 16), (4, 24)])
+@every_row((1, 0), (3, 16), (4, 24))
 def test_sparks_images_become_rgb_channels_first(channels: int, mode: int) -> None:
     pixels = np.arange(2 * 3 * 2 * channels, dtype=np.uint8).reshape(2, 3, 2, channels)
     said = {"origin": "here", "height": 3, "width": 2, "nChannels": channels, "mode": mode}
@@ -221,16 +221,13 @@ def test_vectors_of_unequal_length_are_told_as_arrays_are() -> None:
     assert statistics.places["longest"] == (0, 1)
 
 
-@every(
-    ("values", "encoding", "shape", "elements"),
-    [
-        (pa.array([[1.0] * 9]), encodings.NUMBERS, (UNKNOWN,), 0),
-        (pa.array([as_vector(np.ones(9), sparse=True)], VECTOR), encodings.VECTOR, (UNKNOWN,), 9),
-        (pa.array([as_vector(np.ones(9), sparse=False)], VECTOR), encodings.VECTOR, (UNKNOWN,), 0),
-        (pa.array([PNG]), encodings.IMAGE, (3, 2, 2), 12),
-        (pa.array([PIXELS], IMAGE), encodings.PIXELS, (3, 2, 2), 0),
-        (pa.array([b"12"]), encodings.BYTES, (2,), 0),
-    ],
+@every_row(
+    (pa.array([[1.0] * 9]), encodings.NUMBERS, (UNKNOWN,), 0),
+    (pa.array([as_vector(np.ones(9), sparse=True)], VECTOR), encodings.VECTOR, (UNKNOWN,), 9),
+    (pa.array([as_vector(np.ones(9), sparse=False)], VECTOR), encodings.VECTOR, (UNKNOWN,), 0),
+    (pa.array([PNG]), encodings.IMAGE, (3, 2, 2), 12),
+    (pa.array([PIXELS], IMAGE), encodings.PIXELS, (3, 2, 2), 0),
+    (pa.array([b"12"]), encodings.BYTES, (2,), 0),
 )
 def test_how_much_larger_rows_get_is_known_before(
     values: pa.Array, encoding: encodings.Encoding, shape: tuple[int, ...], elements: int

@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 import pyarrow as pa
-from every_row import every
+from every_row import every_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,13 +93,10 @@ def test_columns_are_back_in_their_order_with_the_rows_order_behind() -> None:
     assert unpacked(batch).to_pydict() == {**expected, ORDER_COLUMN: [77]}
 
 
-@every(
-    ("in_bytes", "rest"),
-    [
-        ([[1.0], None, None], [[], [2.0, 3.0], None]),
-        ([None, None, None], [[1.0], [2.0, 3.0], None]),
-        ([[1.0], [2.0, 3.0], None], [[], [], None]),
-    ],
+@every_row(
+    ([[1.0], None, None], [[], [2.0, 3.0], None]),
+    ([None, None, None], [[1.0], [2.0, 3.0], None]),
+    ([[1.0], [2.0, 3.0], None], [[], [], None]),
 )
 def test_lists_come_from_where_they_are(in_bytes: list[Any], rest: list[Any]) -> None:
     names = names_of_lists("c0", "double")

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,30 +125,27 @@ def test_the_statistics_do_not_depend_on_how_the_rows_are_cut(
 GOOD = ColumnStatistics(smallest=0, largest=1)
 
 
-@every(
-    ("found", "shard_rows", "words"),
-    [
-        ({}, (0,), "the DataFrame is empty"),
-        ({}, (0, 0), "the DataFrame is empty"),
-        ({}, (1, 1, 0), r"2 rows, fewer than the 3 workers.*numWorkers.*num_workers.* 2"),
-        ({"nulls": 5}, (3, 4), r"has 5 null values in 7 rows\. Drop these rows .*F\.coalesce"),
-        (
-            {"null_elements": 2, "shortest": 3, "longest": 3},
-            (3, 4),
-            r"has null elements .* in 2 of 7 rows\. .*F\.coalesce",
-        ),
-        (
-            {"shortest": 2, "longest": 9},
-            (3, 4),
-            r"holds arrays of 2 to 9 elements;.*F\.size\('second'\)",
-        ),
-        ({"shortest": 0, "longest": 0}, (3, 4), "holds only empty arrays"),
-        (
-            {"out_of_range": 2, "smallest": 0, "largest": 1e300},
-            (3, 4),
-            r"has 2 rows of 7 .* range of float32, -3.4\S+e\+38 .*columnDtypes",
-        ),
-    ],
+@every_row(
+    ({}, (0,), "the DataFrame is empty"),
+    ({}, (0, 0), "the DataFrame is empty"),
+    ({}, (1, 1, 0), r"2 rows, fewer than the 3 workers.*numWorkers.*num_workers.* 2"),
+    ({"nulls": 5}, (3, 4), r"has 5 null values in 7 rows\. Drop these rows .*F\.coalesce"),
+    (
+        {"null_elements": 2, "shortest": 3, "longest": 3},
+        (3, 4),
+        r"has null elements .* in 2 of 7 rows\. .*F\.coalesce",
+    ),
+    (
+        {"shortest": 2, "longest": 9},
+        (3, 4),
+        r"holds arrays of 2 to 9 elements;.*F\.size\('second'\)",
+    ),
+    ({"shortest": 0, "longest": 0}, (3, 4), "holds only empty arrays"),
+    (
+        {"out_of_range": 2, "smallest": 0, "largest": 1e300},
+        (3, 4),
+        r"has 2 rows of 7 .* range of float32, -3.4\S+e\+38 .*columnDtypes",
+    ),
 )
 def test_what_cannot_be_trained_on_is_refused_with_its_number_and_a_remedy(
     found: dict[str, Any], shard_rows: tuple[int, ...], words: str

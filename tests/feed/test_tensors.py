@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from feeds import VECTOR as VECTORS
 from feeds import as_vector
 from ragged_rows import EVENTS
@@ -81,15 +81,12 @@ def test_nulls_outside_a_slice_do_not_count() -> None:
     assert to_tensor(lists, ColumnSpec("x", torch.float32, (1,))).tolist() == [[1.0], [2.0]]
 
 
-@every(
-    ("shape", "encoding", "padding", "value"),
-    [
-        ((), NUMBERS, None, "a number: F.coalesce('`a.b`', F.lit(0))"),
-        ((3,), NUMBERS, None, "an array: F.coalesce('`a.b`', F.array(F.lit(0.0), ...))"),
-        ((UNKNOWN,), NUMBERS, Padding(0.0), "an empty array: F.coalesce('`a.b`', F.array())"),
-        ((3,), VECTOR, None, ""),
-        ((3, 2, 2), IMAGE, None, ""),
-    ],
+@every_row(
+    ((), NUMBERS, None, "a number: F.coalesce('`a.b`', F.lit(0))"),
+    ((3,), NUMBERS, None, "an array: F.coalesce('`a.b`', F.array(F.lit(0.0), ...))"),
+    ((UNKNOWN,), NUMBERS, Padding(0.0), "an empty array: F.coalesce('`a.b`', F.array())"),
+    ((3,), VECTOR, None, ""),
+    ((3, 2, 2), IMAGE, None, ""),
 )
 def test_what_to_do_about_nulls_works_for_the_type_of_the_column(
     shape: tuple[int, ...], encoding: Encoding, padding: Padding | None, value: str
@@ -100,19 +97,16 @@ def test_what_to_do_about_nulls_works_for_the_type_of_the_column(
     assert ("coalesce" in advice) == bool(value)
 
 
-@every(
-    ("number", "kind", "dtype"),
-    [
-        (300, pa.int64(), torch.uint8),
-        (-1, pa.int8(), torch.uint8),
-        (2**40, pa.int64(), torch.int32),
-        (1e30, pa.float64(), torch.int64),
-        (1e6, pa.float32(), torch.float16),
-        (1e39, pa.float64(), torch.float32),
-        (1.5, pa.float64(), torch.int32),
-        (float("nan"), pa.float32(), torch.int64),
-        (2, pa.int8(), torch.bool),
-    ],
+@every_row(
+    (300, pa.int64(), torch.uint8),
+    (-1, pa.int8(), torch.uint8),
+    (2**40, pa.int64(), torch.int32),
+    (1e30, pa.float64(), torch.int64),
+    (1e6, pa.float32(), torch.float16),
+    (1e39, pa.float64(), torch.float32),
+    (1.5, pa.float64(), torch.int32),
+    (float("nan"), pa.float32(), torch.int64),
+    (2, pa.int8(), torch.bool),
 )
 def test_a_number_that_the_tensor_cannot_hold_is_refused_with_its_row(
     number: float, kind: pa.DataType, dtype: torch.dtype
@@ -135,10 +129,7 @@ def test_a_number_that_the_tensor_cannot_hold_is_refused_with_its_row(
                 valid_tensors([pa.concat_arrays([pa.nulls(1, values.type), values])], [spec])
 
 
-@every(
-    ("number", "dtype"),
-    [(255, torch.uint8), (1, torch.bool), (0.1, torch.float32), (65519, torch.float16)],
-)
+@every_row((255, torch.uint8), (1, torch.bool), (0.1, torch.float32), (65519, torch.float16))
 def test_a_number_that_is_rounded_at_most_is_held(number: float, dtype: torch.dtype) -> None:
     (tensor,) = tensors_of([pa.array([0, number])], [ColumnSpec("x", dtype)])
     assert torch.equal(tensor, torch.tensor([0, number]).to(dtype))  # type: ignore[arg-type]

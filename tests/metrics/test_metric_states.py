@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sklearn.metrics as sk
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -303,14 +303,11 @@ class Weighed(Metric):
         return self.sums[0] / self.sums[1]
 
 
-@every(
-    ("metric", "wanted"),
-    [
-        (Weighed() ** 0.5, 2.0),
-        (MinMaxMetric(Weighed()), {"raw": 4.0, "min": 4.0, "max": 4.0}),
-        (Weighed() + MeanSquaredError(), None),
-        (MultioutputWrapper(Weighed(), 1), None),
-    ],
+@every_row(
+    (Weighed() ** 0.5, 2.0),
+    (MinMaxMetric(Weighed()), {"raw": 4.0, "min": 4.0, "max": 4.0}),
+    (Weighed() + MeanSquaredError(), None),
+    (MultioutputWrapper(Weighed(), 1), None),
 )
 def test_weights_go_through_the_wrappers_that_hand_them_on(metric: Metric, wanted: Any) -> None:
     metrics = Metrics.of({"m": metric})

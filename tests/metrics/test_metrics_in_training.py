@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import sklearn.metrics as sk
 import torch
-from every_row import every
+from every_row import every_row
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import (
@@ -240,14 +240,11 @@ def _tenth_at_the_fourth(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [3], gamma=0.1)
 
 
-@every(
-    ("callback", "words"),
-    [
-        (EarlyStopping("auroc"), "follows 'auroc', which is not measured; there are validation_l"),
-        (EarlyStopping("accuracy", mode="min"), "a larger 'accuracy' is better: leave mode out"),
-        (ModelCheckpoint("confusion"), "does not say whether a larger value is better"),
-        (ModelCheckpoint("confusion", mode="max"), "came to .* in epoch 1; only a metric with a"),
-    ],
+@every_row(
+    (EarlyStopping("auroc"), "follows 'auroc', which is not measured; there are validation_l"),
+    (EarlyStopping("accuracy", mode="min"), "a larger 'accuracy' is better: leave mode out"),
+    (ModelCheckpoint("confusion"), "does not say whether a larger value is better"),
+    (ModelCheckpoint("confusion", mode="max"), "came to .* in epoch 1; only a metric with a"),
 )
 def test_what_cannot_be_followed_is_refused(callback: Any, words: str) -> None:
     makers = {name: MAKERS[name] for name in ("accuracy", "confusion")}

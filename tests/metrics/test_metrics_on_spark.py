@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sklearn.metrics as sk
 import torch
-from every_row import every
+from every_row import every_row
 from frames import CLASSES, WIDTH, estimator, features_of, frame, labels_of
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -165,15 +165,12 @@ def test_a_fit_says_of_which_metrics_every_row_counts_alike(
 PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
-@every(
-    ("changes", "words"),
-    [
-        ({}, "there are none: set metrics"),
-        (
-            {"metrics": METRICS, "scheduler": PLATEAU},
-            "a larger auroc is better, but the scheduler has mode='min'",
-        ),
-    ],
+@every_row(
+    ({}, "there are none: set metrics"),
+    (
+        {"metrics": METRICS, "scheduler": PLATEAU},
+        "a larger auroc is better, but the scheduler has mode='min'",
+    ),
 )
 def test_what_cannot_be_measured_is_refused_before_training(
     spark: SparkSession, changes: dict[str, Any], words: str

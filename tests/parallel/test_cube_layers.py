@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cubes import MovedBytes, playing_one_of, run_cube
-from every_row import every
+from every_row import every_row
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -211,21 +211,18 @@ NARROW = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 10))
 NORMED = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)))
 
 
-@every(
-    ("model", "said"),
-    [
-        (nn.Linear(5, 8), "in_features=5, which q = 2 does not divide. Pad it to 6"),
-        (NARROW, r"'1' has out_features=10, which q\^2 = 4 does not divide. Pad it to 12"),
-        (nn.Sequential(nn.Embedding(9, 8)), "'0' has num_embeddings=9, .* Pad it to 1"),
-        (nn.Embedding(8, 6), "embedding_dim=6, .* Pad it to 8"),
-        (nn.LayerNorm(7), "normalized_shape=7, .* Pad it to 8"),
-        (nn.LayerNorm((4, 4)), r"normalizes 2 dimensions \(4, 4\)"),
-        (nn.Embedding(8, 8, max_norm=1.0), "max_norm"),
-        (tied(), "'1.weight' is tied: it is '0.weight' too"),
-        (NORMED, "the weight of '0' is computed from others"),
-        (nn.Sequential(nn.BatchNorm1d(8)), "'0', a BatchNorm1d, needs"),
-        (nn.Sequential(nn.AlphaDropout()), "'0', a AlphaDropout, draws random"),
-    ],
+@every_row(
+    (nn.Linear(5, 8), "in_features=5, which q = 2 does not divide. Pad it to 6"),
+    (NARROW, r"'1' has out_features=10, which q\^2 = 4 does not divide. Pad it to 12"),
+    (nn.Sequential(nn.Embedding(9, 8)), "'0' has num_embeddings=9, .* Pad it to 1"),
+    (nn.Embedding(8, 6), "embedding_dim=6, .* Pad it to 8"),
+    (nn.LayerNorm(7), "normalized_shape=7, .* Pad it to 8"),
+    (nn.LayerNorm((4, 4)), r"normalizes 2 dimensions \(4, 4\)"),
+    (nn.Embedding(8, 8, max_norm=1.0), "max_norm"),
+    (tied(), "'1.weight' is tied: it is '0.weight' too"),
+    (NORMED, "the weight of '0' is computed from others"),
+    (nn.Sequential(nn.BatchNorm1d(8)), "'0', a BatchNorm1d, needs"),
+    (nn.Sequential(nn.AlphaDropout()), "'0', a AlphaDropout, draws random"),
 )
 def test_a_layer_that_cannot_lie_in_parts_is_refused_by_name(
     mesh: Any, model: nn.Module, said: str

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import A_BYTE, BATCH, BYTES, FIXED_S, PERIOD, STEP_S, STEPS, profile, traffic
@@ -49,14 +49,11 @@ def test_two_fits_tell_apart_what_rounds_take_for_bytes_and_what_they_take_anywa
         assert predicted.parts.passing == pytest.approx(passing)
 
 
-@every(
-    ("overhead", "speedups", "ceiling"),
-    [
-        (0.02, (1.96, 3.78, 7.03, 12.36), 51.0),
-        (0.05, (1.91, 3.50, 6.00, 9.33), 21.0),
-        (0.10, (1.83, 3.14, 4.89, 6.77), 11.0),
-        (0.20, (1.71, 2.67, 3.69, 4.57), 6.0),
-    ],
+@every_row(
+    (0.02, (1.96, 3.78, 7.03, 12.36), 51.0),
+    (0.05, (1.91, 3.50, 6.00, 9.33), 21.0),
+    (0.10, (1.83, 3.14, 4.89, 6.77), 11.0),
+    (0.20, (1.71, 2.67, 3.69, 4.57), 6.0),
 )
 def test_averaging_in_the_driver_speeds_up_as_the_table_of_lemma_1_says(
     overhead: float, speedups: tuple[float, ...], ceiling: float
@@ -137,9 +134,7 @@ def test_one_worker_among_workers_exchanges_nothing() -> None:
     assert plan.predict(1).efficiency == 1.0
 
 
-@every(
-    "sent, place", [(AMONG, "executors"), (GRADIENTS, None), (replace(AMONG, hidden="steps"), None)]
-)
+@every_row((AMONG, "executors"), (GRADIENTS, None), (replace(AMONG, hidden="steps"), None))
 def test_one_worker_alone_does_not_tell_what_exchanging_among_workers_takes(
     sent: Traffic, place: str | None
 ) -> None:
@@ -168,7 +163,7 @@ def test_a_fit_in_another_place_tells_what_a_step_takes_there_too() -> None:
         assert plan.predict(1, aggregation=place).parts.computing == pytest.approx(STEPS * STEP_S)
 
 
-@every("overhead, message", [(1.1, 0.0), (1.2, 0.02)])
+@every_row((1.1, 0.0), (1.2, 0.02))
 def test_what_a_ring_takes_beyond_its_wire_is_its_messages_but_for_a_fifth_of_the_bytes(
     overhead: float, message: float
 ) -> None:
@@ -360,31 +355,25 @@ def test_every_kind_of_plan_can_be_explained(sent: Traffic, place: str | None) -
         assert plan.best().workers >= 1
 
 
-@every(
-    ("arguments", "message"),
-    [
-        ({"link": "0 Gbit/s"}, "carries nothing"),
-        ({"link": "fast"}, "cannot be read"),
-        ({"workers": []}, "none to plan for"),
-        ({"workers": [0]}, "workers must be a whole number >= 1"),
-        ({"workers": [2.5]}, "workers must be a whole number"),
-        ({"workers": [1, 10**9]}, "workers must be at most 100,000, got 1,000,000,000"),
-        ({"rows": 0}, "rows must be a whole number"),
-        ({"batch_size": True}, "batch_size must be a whole number"),
-    ],
+@every_row(
+    ({"link": "0 Gbit/s"}, "carries nothing"),
+    ({"link": "fast"}, "cannot be read"),
+    ({"workers": []}, "none to plan for"),
+    ({"workers": [0]}, "workers must be a whole number >= 1"),
+    ({"workers": [2.5]}, "workers must be a whole number"),
+    ({"workers": [1, 10**9]}, "workers must be at most 100,000, got 1,000,000,000"),
+    ({"rows": 0}, "rows must be a whole number"),
+    ({"batch_size": True}, "batch_size must be a whole number"),
 )
 def test_what_cannot_be_planned_for_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         of_two(**arguments)
 
 
-@every(
-    ("changes", "message"),
-    [
-        ({"model": "Other"}, "model is 'Net' in one and 'Other' in another"),
-        ({"trained": 7}, "trained is 250000 in one and 7"),
-        ({"strategy": "AsynchronousSGD()"}, "algorithm is"),
-    ],
+@every_row(
+    ({"model": "Other"}, "model is 'Net' in one and 'Other' in another"),
+    ({"trained": 7}, "trained is 250000 in one and 7"),
+    ({"strategy": "AsynchronousSGD()"}, "algorithm is"),
 )
 def test_the_profile_of_another_training_is_refused(changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

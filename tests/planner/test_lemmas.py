@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +35,7 @@ def test_without_an_overhead_nothing_limits_the_workers_and_only_one_is_as_effic
     assert most_workers(0.3, 1.0) == 1
 
 
-@every(("bandwidth", "servers"), [(1.25e9, 2), (0.125e9, 16)])
+@every_row((1.25e9, 2), (0.125e9, 16))
 def test_lemma_2_for_alexnet_on_four_workers(bandwidth: float, servers: int) -> None:
     """244 MB, a step of one second: 10 GbE needs 2 servers or steps a round, 1 GbE needs 16."""
     assert least_period(244e6, 4, bandwidth, 1.0) == servers
@@ -70,19 +70,16 @@ def test_numbers_that_no_training_has_are_refused(lemma: Any, arguments: Any, wo
         lemma(*arguments)
 
 
-@every(
-    ("written", "bandwidth", "latency"),
-    [
-        ("1 Gbit/s", 125e6, 0.0),
-        ("100 Mbit/s, 1 ms", 12.5e6, 1e-3),
-        ("10Gbps", 1.25e9, 0.0),
-        ("8 kb/s, 20 µs", 1e3, 20e-6),
-        ("125 MB/s", 125e6, 0.0),
-        ("1.5e3 MiB/s", 1.5e3 * 2**20, 0.0),
-        ("12 bytes/s , 2s", 12.0, 2.0),
-        (5_000_000, 5e6, 0.0),
-        (Link(7.0, 0.5), 7.0, 0.5),
-    ],
+@every_row(
+    ("1 Gbit/s", 125e6, 0.0),
+    ("100 Mbit/s, 1 ms", 12.5e6, 1e-3),
+    ("10Gbps", 1.25e9, 0.0),
+    ("8 kb/s, 20 µs", 1e3, 20e-6),
+    ("125 MB/s", 125e6, 0.0),
+    ("1.5e3 MiB/s", 1.5e3 * 2**20, 0.0),
+    ("12 bytes/s , 2s", 12.0, 2.0),
+    (5_000_000, 5e6, 0.0),
+    (Link(7.0, 0.5), 7.0, 0.5),
 )
 def test_a_small_b_is_a_bit_and_a_large_one_a_byte(
     written: Any, bandwidth: float, latency: float

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from replicas import (
     OPTIMIZERS,
     SGD,
@@ -147,16 +147,13 @@ class Changes(nn.Module):
         return self.net(features)
 
 
-@every(
-    ("name", "value", "was", "found"),
-    [
-        ("table", torch.zeros(5, 6), r"'table' was float32 \(2, 6\)", r"float32 \(5, 6\)"),
-        ("table", torch.zeros(2, 6).double(), r"'table' was float32", r"float64 \(2, 6\)"),
-        ("table", None, "'table'", "missing"),
-        ("late", torch.zeros(3), "'late' was missing", r"float32 \(3,\)"),
-        ("norm", nn.BatchNorm1d(6), "'norm.running_mean' was missing", r"float32 \(6,\)"),
-        ("table", torch.ones(2, 6), "'twin' was the same tensor as another buffer", "a .* own"),
-    ],
+@every_row(
+    ("table", torch.zeros(5, 6), r"'table' was float32 \(2, 6\)", r"float32 \(5, 6\)"),
+    ("table", torch.zeros(2, 6).double(), r"'table' was float32", r"float64 \(2, 6\)"),
+    ("table", None, "'table'", "missing"),
+    ("late", torch.zeros(3), "'late' was missing", r"float32 \(3,\)"),
+    ("norm", nn.BatchNorm1d(6), "'norm.running_mean' was missing", r"float32 \(6,\)"),
+    ("table", torch.ones(2, 6), "'twin' was the same tensor as another buffer", "a .* own"),
 )
 def test_a_buffer_that_cannot_be_averaged_any_more_is_named(
     name: str, value: Any, was: str, found: str

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from torch import Tensor, nn
 from toys import DTYPES, classification, make_job, mlp
 
@@ -94,16 +94,13 @@ def test_a_parameter_in_the_memory_of_one_that_is_trained_is_refused() -> None:
 GLANCE, LOOK = FrozenParameters.glance, FrozenParameters.require_unchanged
 
 
-@every(
-    ("change", "check", "words"),
-    [
-        (lambda p: p.mul_(0.99), GLANCE, r"'codes'.*values have changed.*register_buffer"),
-        (lambda p: p.detach()[3].fill_(7), GLANCE, r"'codes'.*have changed.*register_buffer"),
-        (lambda p: p.requires_grad_(True), GLANCE, r"'codes' required no gradient.*but does now"),
-        # these leave no trace
-        (lambda p: p.data.mul_(0.99), LOOK, r"'codes'.*values have changed"),
-        (lambda p: setattr(p, "data", p.data * 2), LOOK, r"'codes'.*values have changed"),
-    ],
+@every_row(
+    (lambda p: p.mul_(0.99), GLANCE, r"'codes'.*values have changed.*register_buffer"),
+    (lambda p: p.detach()[3].fill_(7), GLANCE, r"'codes'.*have changed.*register_buffer"),
+    (lambda p: p.requires_grad_(True), GLANCE, r"'codes' required no gradient.*but does now"),
+    # these leave no trace
+    (lambda p: p.data.mul_(0.99), LOOK, r"'codes'.*values have changed"),
+    (lambda p: setattr(p, "data", p.data * 2), LOOK, r"'codes'.*values have changed"),
 )
 def test_a_change_is_noticed_if_it_leaves_no_trace_by_a_look_at_all_values(
     change: Callable[[nn.Parameter], None], check: Callable[[FrozenParameters], None], words: str
@@ -258,23 +255,20 @@ def bias_of_float32(width: int, outputs: int) -> nn.Module:
     return layer
 
 
-@every(
-    ("last", "words"),
-    [
-        (
-            nn.Linear(8, 5).double(),
-            r"'2.weight' is float64 \[3, 8\] .*, and float64 \[5, 8\] in",
-        ),
-        (
-            bias_of_float32(8, 3),
-            r"'2.bias' is float64 \[3\] .* train, and float32 \[3\] in warm_",
-        ),
-        (
-            nn.Linear(8, 3, bias=False).double(),
-            r"'2.bias' is float64 \[3\] .*, and not there in warm_start \(1 tensors",
-        ),
-        (None, r"'mean' is not there in the model to train, and float32 \[\] in warm_start"),
-    ],
+@every_row(
+    (
+        nn.Linear(8, 5).double(),
+        r"'2.weight' is float64 \[3, 8\] .*, and float64 \[5, 8\] in",
+    ),
+    (
+        bias_of_float32(8, 3),
+        r"'2.bias' is float64 \[3\] .* train, and float32 \[3\] in warm_",
+    ),
+    (
+        nn.Linear(8, 3, bias=False).double(),
+        r"'2.bias' is float64 \[3\] .*, and not there in warm_start \(1 tensors",
+    ),
+    (None, r"'mean' is not there in the model to train, and float32 \[\] in warm_start"),
 )
 def test_another_model_is_refused_with_the_first_tensor_that_differs(
     last: nn.Module | None, words: str

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
-from every_row import every
+from every_row import every, every_row
 from models import ModelOutput, OwnLoss
 from replicas import SGD
 from torch import Tensor, nn
@@ -81,16 +81,13 @@ def test_a_models_own_loss_is_the_one_named_so_or_the_first_or_all(outputs: Any)
     assert ModelLoss()(outputs, ROWS) is ONE
 
 
-@every(
-    ("outputs", "found"),
-    [
-        ({"logits": ROWS}, r"a dict of 'logits' float32 \(4, 2\)"),
-        ((ROWS, ONE), r"a tuple of 0 float32 \(4, 2\), 1 float32 \(\)"),
-        ({"loss": ROWS}, r"'loss' float32 \(4, 2\)"),
-        (ROWS, r"float32 \(4, 2\)"),
-        ({"loss": 0.5}, r"'loss' \(float\)"),
-        (None, "a NoneType"),
-    ],
+@every_row(
+    ({"logits": ROWS}, r"a dict of 'logits' float32 \(4, 2\)"),
+    ((ROWS, ONE), r"a tuple of 0 float32 \(4, 2\), 1 float32 \(\)"),
+    ({"loss": ROWS}, r"'loss' float32 \(4, 2\)"),
+    (ROWS, r"float32 \(4, 2\)"),
+    ({"loss": 0.5}, r"'loss' \(float\)"),
+    (None, "a NoneType"),
 )
 def test_a_model_without_a_loss_of_its_own_is_refused_with_what_it_returns(
     outputs: Any, found: str
@@ -191,17 +188,14 @@ def ranked(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.relu(1 - (outputs - outputs.T) * (targets[:, None] - targets[None, :])).mean()
 
 
-@every(
-    ("loss", "outputs", "targets"),
-    [
-        (functional.cross_entropy, WIDE, WHOLE),
-        (nn.MSELoss(), WIDE, torch.randn(5, 3)),  # not one number per row
-        (own, WIDE, NUMBERS),  # the error is torch's
-        (lambda o, t: ((o @ o.T) * (t[:, None] == t[None, :])).mean(), WIDE, WHOLE),  # contrastive
-        (ranked, COLUMN, NUMBERS),
-        (lambda o, t: ((o @ o.T) * t).mean(), WIDE, NUMBERS),
-        (lambda o, t: own(o - torch.tensor([0.1, 0.5, 0.9]), t[:, None]), COLUMN, NUMBERS),
-    ],
+@every_row(
+    (functional.cross_entropy, WIDE, WHOLE),
+    (nn.MSELoss(), WIDE, torch.randn(5, 3)),  # not one number per row
+    (own, WIDE, NUMBERS),  # the error is torch's
+    (lambda o, t: ((o @ o.T) * (t[:, None] == t[None, :])).mean(), WIDE, WHOLE),  # contrastive
+    (ranked, COLUMN, NUMBERS),
+    (lambda o, t: ((o @ o.T) * t).mean(), WIDE, NUMBERS),
+    (lambda o, t: own(o - torch.tensor([0.1, 0.5, 0.9]), t[:, None]), COLUMN, NUMBERS),
 )
 def test_targets_stay_as_in_the_column_and_pairs_that_are_meant_are_taken(
     loss: Any, outputs: Tensor, targets: Tensor
@@ -240,13 +234,10 @@ def test_a_rows_loss_that_depends_on_other_rows_is_refused() -> None:
             taken(across, COLUMN, NUMBERS, **wanted)
 
 
-@every(
-    ("loss", "outputs", "targets"),
-    [
-        # rows as wide as there are rows
-        (lambda o, t: (o - t) ** 2, torch.randn(11, 11), torch.randn(11, 11)),
-        (nn.MSELoss(), torch.randn(9, 1), torch.randn(9)),
-    ],
+@every_row(
+    # rows as wide as there are rows
+    (lambda o, t: (o - t) ** 2, torch.randn(11, 11), torch.randn(11, 11)),
+    (nn.MSELoss(), torch.randn(9, 1), torch.randn(9)),
 )
 def test_rows_are_scored_by_their_own_targets_after_training_elsewhere(
     loss: Any, outputs: Tensor, targets: Tensor

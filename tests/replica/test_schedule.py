@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from replicas import train_plainly
 from torch import nn
@@ -167,13 +167,10 @@ BY_STEP = [round(1 / (1 + step), 9) for step in range(19)]
 ANEW = FeedOptions(reshuffle_every=2)
 
 
-@every(
-    ("sizes", "epochs", "feed", "first", "second"),
-    [
-        ([20, 9], 2, FeedOptions(), BY_STEP[:10], [*BY_STEP[:3], *BY_STEP[5:8]]),
-        # two epochs of 5 and 1 minibatches, then three of 3 each
-        ([20, 4], 5, ANEW, BY_STEP, [BY_STEP[0], BY_STEP[5], *BY_STEP[10:]]),
-    ],
+@every_row(
+    ([20, 9], 2, FeedOptions(), BY_STEP[:10], [*BY_STEP[:3], *BY_STEP[5:8]]),
+    # two epochs of 5 and 1 minibatches, then three of 3 each
+    ([20, 4], 5, ANEW, BY_STEP, [BY_STEP[0], BY_STEP[5], *BY_STEP[10:]]),
 )
 def test_workers_with_fewer_rows_catch_up_at_the_end_of_each_epoch_and_no_rate_comes_twice(
     sizes: list[int], epochs: int, feed: FeedOptions, first: list[float], second: list[float]

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, busy_world
@@ -105,7 +105,7 @@ def test_text_is_only_text(value: str) -> None:
     assert "‮" not in text("‮")
 
 
-@every(("workers", "windows"), [(1, 1), (2, 3000), (1000, 30)])
+@every_row((1, 1), (2, 3000), (1000, 30))
 def test_a_page_is_small_whatever_the_training(play: Play, workers: int, windows: int) -> None:
     played = busy_world(play, workers, windows, settings={f"p{k}": "x" * 1000 for k in range(100)})
     for epoch in range(1, 2001):
@@ -133,7 +133,7 @@ def test_a_report_is_written_whole_over_the_one_before(play: Play, tmp_path: Pat
     assert (tmp_path / "uri.html").read_text() == target.read_text()
 
 
-@every(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@every_row((0o022, 0o644), (0o077, 0o600), (0o002, 0o664))
 def test_a_report_has_the_rights_that_the_umask_leaves_and_nobody_elses_files_change(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, mode: int
 ) -> None:
@@ -165,21 +165,18 @@ def test_a_chart_survives_numbers_that_are_none() -> None:
     assert chart("Loss", [Curve("loss", gone[:1])], x_name="epoch") == ""
 
 
-@every(
-    ("shown", "expected"),
-    [
-        (number(12345.6), "12,346"),
-        (number(0.0012345), "0.00123"),
-        (number(-2.5), "−2.5"),
-        (number(float("nan")), "–"),
-        (number(0), "0"),
-        (number(0.00009392, 4), "9.392e−5"),
-        (duration(0.0042), "4.2 ms"),
-        (duration(75), "1 min 15 s"),
-        (duration(7500), "2 h 5 min"),
-        (octets(1_230_000), "1.23 MB"),
-        (octets(664), "664 B"),
-    ],
+@every_row(
+    (number(12345.6), "12,346"),
+    (number(0.0012345), "0.00123"),
+    (number(-2.5), "−2.5"),
+    (number(float("nan")), "–"),
+    (number(0), "0"),
+    (number(0.00009392, 4), "9.392e−5"),
+    (duration(0.0042), "4.2 ms"),
+    (duration(75), "1 min 15 s"),
+    (duration(7500), "2 h 5 min"),
+    (octets(1_230_000), "1.23 MB"),
+    (octets(664), "664 B"),
 )
 def test_numbers_have_units_and_no_more_digits_than_help(shown: str, expected: str) -> None:
     assert shown == expected

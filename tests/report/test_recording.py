@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from every_row import every
+from every_row import every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from recordings import Play, Played, busy_world
@@ -185,23 +185,20 @@ def test_uneven_rows_are_told_from_a_slow_host(play: Play) -> None:
     assert "shuffleRows='exchange'" in first.advice
 
 
-@every(
-    ("seconds", "setup", "words"),
-    [
-        ({"compute": 9, "wait": 1}, {}, ["90 %", "forward, backward", "more workers"]),
-        (
-            {"compute": 2, "exchange": 8},
-            {"model_bytes": 12_300_000},
-            ["80 %", "12.3 MB", "bfloat16"],
-        ),
-        ({"compute": 2, "decode": 8}, {}, ["80 %", "minibatches", "batchSize"]),
-        (
-            {"compute": 2, "wait": 8},
-            {"aggregation": None, "period": None, "collective": True},
-            ["80 %", "wait for the other workers", "ParameterAveraging"],
-        ),
-        ({"compute": 2, "read": 8}, {"epochs": 1}, ["80 %", "rows were read", "Parquet"]),
-    ],
+@every_row(
+    ({"compute": 9, "wait": 1}, {}, ["90 %", "forward, backward", "more workers"]),
+    (
+        {"compute": 2, "exchange": 8},
+        {"model_bytes": 12_300_000},
+        ["80 %", "12.3 MB", "bfloat16"],
+    ),
+    ({"compute": 2, "decode": 8}, {}, ["80 %", "minibatches", "batchSize"]),
+    (
+        {"compute": 2, "wait": 8},
+        {"aggregation": None, "period": None, "collective": True},
+        ["80 %", "wait for the other workers", "ParameterAveraging"],
+    ),
+    ({"compute": 2, "read": 8}, {"epochs": 1}, ["80 %", "rows were read", "Parquet"]),
 )
 def test_the_largest_share_comes_first_with_what_would_help(
     play: Play, seconds: dict[str, float], setup: dict[str, object], words: list[str]

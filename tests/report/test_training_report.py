@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_row import every
+from every_row import every_row
 from recordings import Play, busy_world
 from toys import classification, make_job, mlp
 from virtual_time import VirtualClock
@@ -206,7 +206,7 @@ def test_slow_workers_are_waited_for_in_step_only() -> None:
     assert found.max_staleness["ElasticAveraging(period=20, mode='asynchronous')"] > 3
 
 
-@every("given, mean", [(0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3)])
+@every_row((0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3))
 def test_steps_take_what_one_says(given: Any, mean: float) -> None:
     row = simulate(step_s=given, strategies=[ParameterAveraging()]).iloc[0]
     assert row.computing * row.seconds == pytest.approx(100 * mean, rel=0.1)
@@ -227,26 +227,23 @@ def test_steps_vary_as_the_windows_of_the_fit_did(play: Play) -> None:
     assert times.sigma == pytest.approx(0.49, abs=0.05)  # the logarithms of 1/2, 1, 1 and 2
 
 
-@every(
-    "given, words",
-    [
-        ({"workers": 0}, "workers must be a whole number >= 1"),
-        ({"workers": 2.5}, "workers must be a whole number >= 1"),
-        ({"link": 0}, "a link of 0 bytes a second"),
-        ({"link": "fast"}, "cannot be read"),
-        ({"slow": {4: 2.0}}, "4 workers have ranks 0 to 3"),
-        ({"slow": {1: 0}}, r"slow\[1\] must be a number > 0"),
-        ({"rows": 0}, "rows must be a whole number >= 1"),
-        ({"optimizer_state": -1}, "optimizer_state must be a number >= 0"),
-        ({"strategies": []}, "strategies is empty"),
-        ({"strategies": ["averaging"]}, "is no strategy, such as"),
-        ({"strategies": [GradientAllReduce(compression=PowerSGD(2))]}, "is not known: it depends"),
-        ({"step_s": 0}, "step_s must be a number > 0"),
-        ({"step_s": []}, "must be a list of seconds"),
-        ({"step_s": [0.1, "b"]}, "a measured time must be a number > 0"),
-        ({"workers_per_host": 0}, "workers_per_host must be a whole number >= 1"),
-        ({"seed": -1}, "seed must be a whole number >= 0"),
-    ],
+@every_row(
+    ({"workers": 0}, "workers must be a whole number >= 1"),
+    ({"workers": 2.5}, "workers must be a whole number >= 1"),
+    ({"link": 0}, "a link of 0 bytes a second"),
+    ({"link": "fast"}, "cannot be read"),
+    ({"slow": {4: 2.0}}, "4 workers have ranks 0 to 3"),
+    ({"slow": {1: 0}}, r"slow\[1\] must be a number > 0"),
+    ({"rows": 0}, "rows must be a whole number >= 1"),
+    ({"optimizer_state": -1}, "optimizer_state must be a number >= 0"),
+    ({"strategies": []}, "strategies is empty"),
+    ({"strategies": ["averaging"]}, "is no strategy, such as"),
+    ({"strategies": [GradientAllReduce(compression=PowerSGD(2))]}, "is not known: it depends"),
+    ({"step_s": 0}, "step_s must be a number > 0"),
+    ({"step_s": []}, "must be a list of seconds"),
+    ({"step_s": [0.1, "b"]}, "a measured time must be a number > 0"),
+    ({"workers_per_host": 0}, "workers_per_host must be a whole number >= 1"),
+    ({"seed": -1}, "seed must be a whole number >= 0"),
 )
 def test_what_cannot_be_simulated_is_an_error_in_words(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from interruptions import same_bits
 from support.replay import recorded_commits, relative_difference, replay
 from torch import Tensor, nn
@@ -279,15 +279,12 @@ def test_a_worker_that_is_killed_is_back_in_time_for_one_that_still_fetches_its_
     assert relative_difference(outcome.module, replay(job, shards, commits)) < 1e-6
 
 
-@every(
-    ("options", "survivable"),
-    [
-        ({}, 3),
-        ({"exchange_rows": True}, 3),
-        ({"exchange_rows": True, "keep_exchanged": False}, 0),
-        ({"exchange_rows": True, "reshuffle_every": 1}, 0),
-        ({"reshuffle_every": 1}, 0),
-    ],
+@every_row(
+    ({}, 3),
+    ({"exchange_rows": True}, 3),
+    ({"exchange_rows": True, "keep_exchanged": False}, 0),
+    ({"exchange_rows": True, "reshuffle_every": 1}, 0),
+    ({"reshuffle_every": 1}, 0),
 )
 def test_a_worker_comes_back_alone_only_if_others_still_have_what_they_gave_it(
     options: dict[str, Any], survivable: int

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from every_row import every
+from every_row import every_row
 from exchanges import part
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,18 +106,15 @@ def test_a_server_that_closes_keeps_nobody_waiting(tmp_path: Path) -> None:
         closing.join(60)
 
 
-@every(
-    ("header", "why"),
-    [
-        ({}, "is not a request for rows"),
-        ({"rows_for": "1", "epoch": 1}, "is not a request for rows"),
-        ({"rows_for": True, "epoch": 1}, "is not a request for rows"),
-        ({"rows_for": 1}, "is not a request for rows"),
-        ({"rows_for": 1, "epoch": -1}, "is not a request for rows"),
-        ({"rows_for": [1] * 100_000, "epoch": 1}, "is not a request for rows"),
-        ({"rows_for": 2, "epoch": 1}, "there is no rank 2"),
-        ({"rows_for": -1, "epoch": 1}, "there is no rank -1"),
-    ],
+@every_row(
+    ({}, "is not a request for rows"),
+    ({"rows_for": "1", "epoch": 1}, "is not a request for rows"),
+    ({"rows_for": True, "epoch": 1}, "is not a request for rows"),
+    ({"rows_for": 1}, "is not a request for rows"),
+    ({"rows_for": 1, "epoch": -1}, "is not a request for rows"),
+    ({"rows_for": [1] * 100_000, "epoch": 1}, "is not a request for rows"),
+    ({"rows_for": 2, "epoch": 1}, "there is no rank 2"),
+    ({"rows_for": -1, "epoch": 1}, "there is no rank -1"),
 )
 def test_who_asks_for_what_is_not_there_is_refused_in_words(
     tmp_path: Path, header: Any, why: str

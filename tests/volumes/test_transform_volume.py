@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from every_row import every
+from every_row import every, every_row
 from frames import no_jobs
 from pyspark.sql import SparkSession
 from test_volume_stores import stored
@@ -250,19 +250,16 @@ def test_what_the_model_raises_on_an_executor_is_told_and_the_rest_need_not_be_d
         repaired.transform_volume(source, target, **SIZES)
 
 
-@every(
-    ("change", "text"),
-    [
-        (lambda patch: patch[:, :, 1:], r"returns \(5, 8, 8\) for a patch of \(6, 8, 8\)"),
-        (lambda patch: patch.mean((2, 3, 4)), "with as many axes"),
-        (lambda patch: patch[:, :0], "with as many axes"),
-        (lambda patch: patch / 0 if patch.shape[0] > 1 else [][0], "list index out of range"),
-        (lambda patch: patch.argmax(1, keepdim=True), r"returns int64, .* reduce='argmax'"),
-        (lambda patch: patch > 0, "returns bool, .* have no mean"),
-        (lambda patch: patch.byte(), "returns uint8, .* have no mean"),
-        (lambda patch: patch.to(torch.complex64), "returns complex64"),
-        (lambda patch: patch.double() + 1e39, r"returns 1e\+39 \(float64\), which float32"),
-    ],
+@every_row(
+    (lambda patch: patch[:, :, 1:], r"returns \(5, 8, 8\) for a patch of \(6, 8, 8\)"),
+    (lambda patch: patch.mean((2, 3, 4)), "with as many axes"),
+    (lambda patch: patch[:, :0], "with as many axes"),
+    (lambda patch: patch / 0 if patch.shape[0] > 1 else [][0], "list index out of range"),
+    (lambda patch: patch.argmax(1, keepdim=True), r"returns int64, .* reduce='argmax'"),
+    (lambda patch: patch > 0, "returns bool, .* have no mean"),
+    (lambda patch: patch.byte(), "returns uint8, .* have no mean"),
+    (lambda patch: patch.to(torch.complex64), "returns complex64"),
+    (lambda patch: patch.double() + 1e39, r"returns 1e\+39 \(float64\), which float32"),
 )
 def test_a_model_whose_output_is_no_part_of_the_array_is_refused_before_any_task(
     tmp_path: Path, spark: SparkSession, change: Callable[[Tensor], Any], text: str
@@ -275,22 +272,19 @@ def test_a_model_whose_output_is_no_part_of_the_array_is_refused_before_any_task
     assert not (tmp_path / "out.zarr").exists()
 
 
-@every(
-    ("change", "text"),
-    [
-        ({"patch": (6, 8)}, "patch sizes for 2 axes|overlap must be 2"),
-        ({"patch": 6}, "patch must be two or three whole numbers"),
-        ({"patch": (6, 8, 0)}, "patch must be a whole number >= 1, got 0"),
-        ({"overlap": (2, 4)}, "overlap must be 3 whole numbers"),
-        ({"overlap": (6, 4, 4)}, "leave gaps or never end"),
-        ({"overlap": (2, 4.5, 4)}, "overlap must be a whole number"),
-        ({"crop": (2, 0, 0)}, "leave gaps or never end"),
-        ({"chunk": (1, 24, 28)}, "smaller than overlap"),
-        ({"chunk": (1, 24, 28), "reduce": "argmax"}, "smaller than overlap"),
-        ({"chunk": "large"}, "chunk must be 'auto' or 3 whole numbers"),
-        ({"reduce": "mean"}, "reduce must be 'argmax' or None, got 'mean'"),
-        ({"skip": "ones"}, "skip must be 'zeros' or None"),
-    ],
+@every_row(
+    ({"patch": (6, 8)}, "patch sizes for 2 axes|overlap must be 2"),
+    ({"patch": 6}, "patch must be two or three whole numbers"),
+    ({"patch": (6, 8, 0)}, "patch must be a whole number >= 1, got 0"),
+    ({"overlap": (2, 4)}, "overlap must be 3 whole numbers"),
+    ({"overlap": (6, 4, 4)}, "leave gaps or never end"),
+    ({"overlap": (2, 4.5, 4)}, "overlap must be a whole number"),
+    ({"crop": (2, 0, 0)}, "leave gaps or never end"),
+    ({"chunk": (1, 24, 28)}, "smaller than overlap"),
+    ({"chunk": (1, 24, 28), "reduce": "argmax"}, "smaller than overlap"),
+    ({"chunk": "large"}, "chunk must be 'auto' or 3 whole numbers"),
+    ({"reduce": "mean"}, "reduce must be 'argmax' or None, got 'mean'"),
+    ({"skip": "ones"}, "skip must be 'zeros' or None"),
 )
 def test_arguments_that_do_not_fit_are_refused_before_any_task(
     tmp_path: Path, spark: SparkSession, change: dict[str, Any], text: str
@@ -315,14 +309,11 @@ def test_a_chunk_that_does_not_divide_into_the_outputs_blocks_is_refused(
     assert done.chunks == 2
 
 
-@every(
-    ("array", "outputs", "params", "how", "text"),
-    [
-        (image((2, *SHAPE)), 3, {}, {}, "has 2 channels and 3 axes"),
-        (image().astype(np.complex64), 3, {}, {}, "real numbers"),
-        (image(), 3, {"outputType": "probability"}, {}, "outputType='probability'"),
-        (image(), 1, {}, {"reduce": "argmax"}, "returns only one"),
-    ],
+@every_row(
+    (image((2, *SHAPE)), 3, {}, {}, "has 2 channels and 3 axes"),
+    (image().astype(np.complex64), 3, {}, {}, "real numbers"),
+    (image(), 3, {"outputType": "probability"}, {}, "outputType='probability'"),
+    (image(), 1, {}, {"reduce": "argmax"}, "returns only one"),
 )
 def test_an_input_or_a_model_that_does_not_fit_is_refused_before_any_task(
     tmp_path: Path, spark: SparkSession, array: Any, outputs: int, params: Any, how: Any, text: str

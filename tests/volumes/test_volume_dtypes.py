@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorstore import bfloat16
@@ -96,21 +96,18 @@ def test_a_module_is_given_the_dtype_of_its_example(tmp_path: Path, dtype: torch
     np.testing.assert_allclose(found, array, rtol=1e-5)  # which each of them holds exactly
 
 
-@every(
-    ("dtype", "value", "into", "output"),
-    [
-        ("uint16", 850, torch.uint8, "float32"),
-        ("int16", -24, torch.uint8, "float32"),
-        ("uint32", 2**31, torch.int32, "float32"),
-        ("uint64", 2**63, torch.int64, "float32"),
-        ("float32", 2.5, torch.uint8, "float32"),
-        ("float32", np.nan, torch.int32, "float32"),
-        ("float32", np.inf, torch.int32, "float32"),
-        ("float32", 65526.0, torch.float16, "float32"),
-        ("float64", 1e39, torch.float32, "float32"),
-        ("uint8", 2, torch.bool, "float32"),
-        ("float32", 100000.0, torch.float32, "float16"),
-    ],
+@every_row(
+    ("uint16", 850, torch.uint8, "float32"),
+    ("int16", -24, torch.uint8, "float32"),
+    ("uint32", 2**31, torch.int32, "float32"),
+    ("uint64", 2**63, torch.int64, "float32"),
+    ("float32", 2.5, torch.uint8, "float32"),
+    ("float32", np.nan, torch.int32, "float32"),
+    ("float32", np.inf, torch.int32, "float32"),
+    ("float32", 65526.0, torch.float16, "float32"),
+    ("float64", 1e39, torch.float32, "float32"),
+    ("uint8", 2, torch.bool, "float32"),
+    ("float32", 100000.0, torch.float32, "float16"),
 )
 def test_a_number_that_a_dtype_cannot_hold_is_named_with_its_place(
     tmp_path: Path, dtype: str, value: Any, into: torch.dtype, output: str

@@ -13,7 +13,7 @@ import pytest
 import tensorstore as ts
 import torch
 import zarr
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,17 +156,14 @@ def test_a_precomputed_volume_keeps_its_place_and_its_resolution(tmp_path: Path)
     assert scale["size"] == [14, 12, 10]
 
 
-@every(
-    ("name", "of_source", "driver"),
-    [
-        ("out.zarr", "zarr", "zarr"),
-        ("out.zarr", "zarr3", "zarr3"),
-        ("out.zarr", "n5", "zarr3"),
-        ("out.n5", "zarr3", "n5"),
-        ("out.n5", "n5", "n5"),
-        ("out", "n5", "n5"),
-        ({"driver": "neuroglancer_precomputed"}, "zarr3", "neuroglancer_precomputed"),
-    ],
+@every_row(
+    ("out.zarr", "zarr", "zarr"),
+    ("out.zarr", "zarr3", "zarr3"),
+    ("out.zarr", "n5", "zarr3"),
+    ("out.n5", "zarr3", "n5"),
+    ("out.n5", "n5", "n5"),
+    ("out", "n5", "n5"),
+    ({"driver": "neuroglancer_precomputed"}, "zarr3", "neuroglancer_precomputed"),
 )
 def test_a_new_array_has_the_format_that_its_name_or_the_input_has(
     tmp_path: Path, name: Any, of_source: str, driver: str
@@ -201,21 +198,18 @@ def test_the_blocks_of_a_sharded_array_are_its_shards(tmp_path: Path, source: Vo
     assert new(spec, source).blocks == (10, 12, 14)
 
 
-@every(("outputs", "dtype"), [(2, "uint8"), (256, "uint8"), (257, "uint16"), (70_000, "uint32")])
+@every_row((2, "uint8"), (256, "uint8"), (257, "uint16"), (70_000, "uint32"))
 def test_labels_have_the_smallest_dtype_that_tells_them_apart(
     tmp_path: Path, source: Volume, outputs: int, dtype: str
 ) -> None:
     assert new(tmp_path / "out", source, outputs, labels=True).dtype == dtype
 
 
-@every(
-    ("change", "text"),
-    [
-        ({"dtype": "int32"}, "an array of int32 cannot hold what the network returns"),
-        ({"dtype": "uint8", "labels": 300}, "uint8 cannot hold labels below 300"),
-        ({"driver": "nonsense"}, "cannot be created"),
-        ({"metadata": {"chunks": [2, 3]}}, "cannot be created"),
-    ],
+@every_row(
+    ({"dtype": "int32"}, "an array of int32 cannot hold what the network returns"),
+    ({"dtype": "uint8", "labels": 300}, "uint8 cannot hold labels below 300"),
+    ({"driver": "nonsense"}, "cannot be created"),
+    ({"metadata": {"chunks": [2, 3]}}, "cannot be created"),
 )
 def test_an_output_that_cannot_be_is_refused_in_words(
     tmp_path: Path, source: Volume, change: dict[str, Any], text: str | None
@@ -259,14 +253,11 @@ def test_an_output_and_its_input_must_be_apart(tmp_path: Path) -> None:
         require_apart(source, trial(tmp_path / place, source))
 
 
-@every(
-    ("place", "error", "text"),
-    [
-        ("nowhere", DataError, r"nowhere cannot be opened \(on .*detect format"),
-        ("nonsense://x", DataError, r"x cannot be understood \(on .*unsupported URL scheme"),
-        ({"driver": "zarr"}, DataError, "cannot be opened"),
-        ("flat", ConfigError, "has 1 axes, .* give|Give as many sizes"),
-    ],
+@every_row(
+    ("nowhere", DataError, r"nowhere cannot be opened \(on .*detect format"),
+    ("nonsense://x", DataError, r"x cannot be understood \(on .*unsupported URL scheme"),
+    ({"driver": "zarr"}, DataError, "cannot be opened"),
+    ("flat", ConfigError, "has 1 axes, .* give|Give as many sizes"),
 )
 def test_an_input_that_cannot_be_read_is_an_error_in_words(
     tmp_path: Path, place: Any, error: type[Exception], text: str
@@ -303,14 +294,11 @@ def test_blocks_that_do_not_begin_at_the_corner_are_refused(tmp_path: Path) -> N
         _ = Volume.opened(spec, 3).blocks
 
 
-@every(
-    ("given", "understood"),
-    [
-        ("s3a://bucket/a.zarr", {"driver": "s3", "bucket": "bucket", "path": "a.zarr"}),
-        ("s3://bucket/a.zarr", {"driver": "s3", "bucket": "bucket", "path": "a.zarr"}),
-        ("gs://bucket/a.zarr", {"driver": "gcs", "bucket": "bucket", "path": "a.zarr"}),
-        ("/data/a b%20c.zarr", {"driver": "file", "path": "/data/a b%20c.zarr/"}),
-    ],
+@every_row(
+    ("s3a://bucket/a.zarr", {"driver": "s3", "bucket": "bucket", "path": "a.zarr"}),
+    ("s3://bucket/a.zarr", {"driver": "s3", "bucket": "bucket", "path": "a.zarr"}),
+    ("gs://bucket/a.zarr", {"driver": "gcs", "bucket": "bucket", "path": "a.zarr"}),
+    ("/data/a b%20c.zarr", {"driver": "file", "path": "/data/a b%20c.zarr/"}),
 )
 def test_urls_of_stores_and_paths_of_files_are_understood(
     given: str, understood: dict[str, str]

@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from every_row import every
+from every_row import every, every_row
 from hypothesis import given, settings
 from misbehaving import Marked, marked
 from subprocesses import run_python
@@ -213,15 +213,12 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
         unpack_worker_state(octets, torch.optim.SGD(network().parameters(), lr=0.1), CPU)
 
 
-@every(
-    ("said", "words"),
-    [
-        ({"values": [], "on_device": []}, []),
-        ({"values": {"group.0.lr": 1, "state.99.step": 2}, "on_device": []}, []),
-        (None, []),
-        ({"values": {}, "on_device": []}, [-1] * 625),
-        ({"values": {}, "on_device": []}, [1 << 40] * 625),
-    ],
+@every_row(
+    ({"values": [], "on_device": []}, []),
+    ({"values": {"group.0.lr": 1, "state.99.step": 2}, "on_device": []}, []),
+    (None, []),
+    ({"values": {}, "on_device": []}, [-1] * 625),
+    ({"values": {}, "on_device": []}, [1 << 40] * 625),
 )
 def test_a_state_that_no_worker_writes_is_refused(said: Any, words: list[int]) -> None:
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from every_row import every
+from every_row import every, every_row
 
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
@@ -57,17 +57,14 @@ def epoch(exchange: Exchange, steps: int, **given: Any) -> Epoch:
     return array_rounds(exchange, cluster(**given), exchange.windows(steps, 10_000))
 
 
-@every(
-    "up, down, latency, overlap, fragments",
-    [
-        (LARGE, LARGE, 0.0, 0, 1),
-        (LARGE, LARGE, 1e-3, 0, 1),
-        (SMALL, LARGE, 1e-3, 0, 1),
-        (SMALL, SMALL, 0.0, 0, 1),
-        (LARGE, SMALL, 1e-3, 2, 1),
-        (SMALL, SMALL, 0.0, 5, 1),
-        (LARGE, LARGE, 1e-3, 1, 2),
-    ],
+@every_row(
+    (LARGE, LARGE, 0.0, 0, 1),
+    (LARGE, LARGE, 1e-3, 0, 1),
+    (SMALL, LARGE, 1e-3, 0, 1),
+    (SMALL, SMALL, 0.0, 0, 1),
+    (LARGE, SMALL, 1e-3, 2, 1),
+    (SMALL, SMALL, 0.0, 5, 1),
+    (LARGE, LARGE, 1e-3, 1, 2),
 )
 def test_rounds_of_all_in_the_driver_are_those_that_the_averager_decides_on(
     up: float, down: float, latency: float, overlap: int, fragments: int
@@ -166,29 +163,26 @@ ALL, MODEL = 12.04e6, 4.04e6
 WORKERS = 8
 
 
-@every(
-    "strategy, expected",
-    [
-        (GradientAllReduce(), {"way": "group", "up": 4e6, "period": 1, "commit": ALL}),
-        (GradientAllReduce(compression="fp16", accumulate=3), {"up": 2e6, "period": 3}),
-        (GradientAllReduce(bucket_mb=1), {"buckets": 4}),
-        (GradientAllReduce(bucket_mb=1, compression="bf16"), {"buckets": 4, "up": 2e6}),
-        (GradientAllReduce(compression=TopK(0.01)), {"up": 8e4, "gathers": True}),
-        (ParameterAveraging(), {"way": "driver", "up": ALL, "down": ALL, "period": 5}),
-        (ParameterAveraging(average_optimizer_state=False), {"up": MODEL, "down": MODEL}),
-        (ParameterAveraging(aggregation="executors"), {"way": "group", "up": ALL, "commit": ALL}),
-        (ParameterAveraging(aggregation="hierarchical"), {"way": "hosts", "up": ALL}),
-        (ElasticAveraging(3, mode="hogwild"), {"way": "driver", "up": MODEL, "overlap": 3}),
-        (ElasticAveraging(3, aggregation="executors"), {"way": "group", "overlap": 3}),
-        (OuterOptimizer(60, fragments=4, overlap=2), {"up": MODEL / 4, "overlap": 2}),
-        (AsynchronousSGD(7, barrier=SSP(1)), {"way": "driver", "up": MODEL, "period": 7}),
-        (GossipAveraging(), {"way": "visits", "up": MODEL, "down": MODEL, "commit": MODEL}),
-        (GossipAveraging(mode="pull"), {"up": 0.0, "down": MODEL}),
-        (GossipAveraging(2, mode="symmetric"), {"way": "neighbors", "period": 2}),
-        # A thousandth of the entries, by their places; the reply has the sums of eight workers'.
-        (ThresholdGradientSharing(), {"way": "driver", "up": 4e3, "down": 64e3}),
-        (ThresholdGradientSharing(aggregation="executors"), {"up": 4e3, "gathers": True}),
-    ],
+@every_row(
+    (GradientAllReduce(), {"way": "group", "up": 4e6, "period": 1, "commit": ALL}),
+    (GradientAllReduce(compression="fp16", accumulate=3), {"up": 2e6, "period": 3}),
+    (GradientAllReduce(bucket_mb=1), {"buckets": 4}),
+    (GradientAllReduce(bucket_mb=1, compression="bf16"), {"buckets": 4, "up": 2e6}),
+    (GradientAllReduce(compression=TopK(0.01)), {"up": 8e4, "gathers": True}),
+    (ParameterAveraging(), {"way": "driver", "up": ALL, "down": ALL, "period": 5}),
+    (ParameterAveraging(average_optimizer_state=False), {"up": MODEL, "down": MODEL}),
+    (ParameterAveraging(aggregation="executors"), {"way": "group", "up": ALL, "commit": ALL}),
+    (ParameterAveraging(aggregation="hierarchical"), {"way": "hosts", "up": ALL}),
+    (ElasticAveraging(3, mode="hogwild"), {"way": "driver", "up": MODEL, "overlap": 3}),
+    (ElasticAveraging(3, aggregation="executors"), {"way": "group", "overlap": 3}),
+    (OuterOptimizer(60, fragments=4, overlap=2), {"up": MODEL / 4, "overlap": 2}),
+    (AsynchronousSGD(7, barrier=SSP(1)), {"way": "driver", "up": MODEL, "period": 7}),
+    (GossipAveraging(), {"way": "visits", "up": MODEL, "down": MODEL, "commit": MODEL}),
+    (GossipAveraging(mode="pull"), {"up": 0.0, "down": MODEL}),
+    (GossipAveraging(2, mode="symmetric"), {"way": "neighbors", "period": 2}),
+    # A thousandth of the entries, by their places; the reply has the sums of eight workers'.
+    (ThresholdGradientSharing(), {"way": "driver", "up": 4e3, "down": 64e3}),
+    (ThresholdGradientSharing(aggregation="executors"), {"up": 4e3, "gathers": True}),
 )
 def test_a_strategy_sends(strategy: Strategy[Any], expected: dict[str, object]) -> None:
     found = exchange_of(strategy, STATE, WORKERS)
@@ -200,35 +194,29 @@ TREES = r"sums along trees .* not simulated: drop reduction"
 AMONG_TREES = ParameterAveraging(5, aggregation="executors", reduction=ColorTrees())
 
 
-@every(
-    "strategy, words",
-    [
-        (GradientAllReduce(compression=PowerSGD(2)), UNKNOWN),
-        (GradientAllReduce(compression=OneBitAdam(100)), UNKNOWN),
-        (GradientAllReduce(preconditioner=KFACPreconditioner()), UNKNOWN),
-        (GradientAllReduce(hybrid=Hybrid("*")), UNKNOWN),
-        (GradientAllReduce(shard_optimizer=True), UNKNOWN),
-        (OuterOptimizer(period=((1, 1), (3, 16))), UNKNOWN),
-        (ThresholdGradientSharing(sparsity=None), UNKNOWN),
-        ("averaging", "is no strategy, such as"),
-        (GradientAllReduce(reduction=ColorTrees()), TREES),
-        (AMONG_TREES, TREES),
-    ],
+@every_row(
+    (GradientAllReduce(compression=PowerSGD(2)), UNKNOWN),
+    (GradientAllReduce(compression=OneBitAdam(100)), UNKNOWN),
+    (GradientAllReduce(preconditioner=KFACPreconditioner()), UNKNOWN),
+    (GradientAllReduce(hybrid=Hybrid("*")), UNKNOWN),
+    (GradientAllReduce(shard_optimizer=True), UNKNOWN),
+    (OuterOptimizer(period=((1, 1), (3, 16))), UNKNOWN),
+    (ThresholdGradientSharing(sparsity=None), UNKNOWN),
+    ("averaging", "is no strategy, such as"),
+    (GradientAllReduce(reduction=ColorTrees()), TREES),
+    (AMONG_TREES, TREES),
 )
 def test_what_is_not_known_or_not_simulated_is_refused_in_words(strategy: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         exchange_of(strategy, STATE, WORKERS)
 
 
-@every(
-    "period, fragments, steps, windows",
-    [
-        (5, 1, 12, [5, 5, 2]),
-        (5, 1, 10, [5, 5]),
-        (5, 1, 3, [3]),
-        (1, 1, 3, [1, 1, 1]),
-        (10, 3, 20, [4, 3, 3, 4, 3, 3]),
-    ],
+@every_row(
+    (5, 1, 12, [5, 5, 2]),
+    (5, 1, 10, [5, 5]),
+    (5, 1, 3, [3]),
+    (1, 1, 3, [1, 1, 1]),
+    (10, 3, 20, [4, 3, 3, 4, 3, 3]),
 )
 def test_windows_end_where_the_strategies_exchange(
     period: int, fragments: int, steps: int, windows: list[int]
@@ -266,10 +254,7 @@ def drawn(times: LogNormal, steps: int = 1, count: int = MANY) -> np.ndarray:
     return times.draw(np.random.default_rng(0), steps, count)
 
 
-@every(
-    "times, variance",
-    [(LogNormal(0.1, 0.4), 0.1**2 * (np.exp(0.4**2) - 1)), (LogNormal(2.0), 0.0)],
-)
+@every_row((LogNormal(0.1, 0.4), 0.1**2 * (np.exp(0.4**2) - 1)), (LogNormal(2.0), 0.0))
 def test_windows_have_the_mean_and_the_variance_of_so_many_independent_steps(
     times: LogNormal, variance: float
 ) -> None:
@@ -279,9 +264,7 @@ def test_windows_have_the_mean_and_the_variance_of_so_many_independent_steps(
         assert seconds.var() == pytest.approx(steps * variance, rel=0.03)
 
 
-@every(
-    "true, steps", [(LogNormal(0.1, 0.3), 1), (LogNormal(0.1, 0.3), 8), (LogNormal(5.0, 1.0), 1)]
-)
+@every_row((LogNormal(0.1, 0.3), 1), (LogNormal(0.1, 0.3), 8), (LogNormal(5.0, 1.0), 1))
 def test_what_was_drawn_is_found_again(true: LogNormal, steps: int) -> None:
     found = fitted(drawn(true, steps, 4000), steps)
     for name, value in vars(true).items():
