@@ -23,6 +23,13 @@ from sparkdl.averager.values.wire_format import WireFormat as WireFormat
 from sparkdl.strategies.all_reduce.adascale import AdaScale as AdaScale
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce as GradientAllReduce
 from sparkdl.strategies.all_reduce.hybrid import Hybrid as Hybrid
+from sparkdl.strategies.asynchronous_barriers import ASP as ASP
+from sparkdl.strategies.asynchronous_barriers import BSP as BSP
+from sparkdl.strategies.asynchronous_barriers import PBSP as PBSP
+from sparkdl.strategies.asynchronous_barriers import PSSP as PSSP
+from sparkdl.strategies.asynchronous_barriers import SSP as SSP
+from sparkdl.strategies.asynchronous_barriers import Barrier as Barrier
+from sparkdl.strategies.asynchronous_barriers import Softsync as Softsync
 from sparkdl.strategies.asynchronous_sgd import (
     AsynchronousOuterOptimizer as AsynchronousOuterOptimizer,
 )
@@ -30,13 +37,6 @@ from sparkdl.strategies.asynchronous_sgd import AsynchronousSGD as AsynchronousS
 from sparkdl.strategies.asynchronous_sgd import (
     DelayedNesterov as DelayedNesterov,
 )
-from sparkdl.strategies.barriers import ASP as ASP
-from sparkdl.strategies.barriers import BSP as BSP
-from sparkdl.strategies.barriers import PBSP as PBSP
-from sparkdl.strategies.barriers import PSSP as PSSP
-from sparkdl.strategies.barriers import SSP as SSP
-from sparkdl.strategies.barriers import Barrier as Barrier
-from sparkdl.strategies.barriers import Softsync as Softsync
 from sparkdl.strategies.base import Needs as Needs
 from sparkdl.strategies.base import Run as Run
 from sparkdl.strategies.base import Strategy as Strategy

@@ -4,8 +4,8 @@ DOWNPOUR (Dean et al. 2012, "Large Scale Distributed Deep Networks"), in which e
 the part of a full round's rows that it was trained on: those of everyone add up to their mean, and
 each row counts as much as any other. ``scale_by_staleness`` is the rule of Zhang et al. 2016
 ("Staleness-aware Async-SGD for Distributed Deep Learning", arXiv 1511.05950) in place of that. The
-paper counts staleness from 1, including the update itself: its lambda / tau. ``barriers`` says who
-is waited for.
+paper counts staleness from 1, including the update itself: its lambda / tau.
+``asynchronous_barriers`` says who is waited for.
 
 With ``BSP()`` and ``rate=1`` this is ``ParameterAveraging(period, average_optimizer_state=False)``
 except for rounding: here changes are added to the center, there values are averaged.
@@ -41,7 +41,7 @@ from sparkdl.strategies.arguments import (
     warn_of_inner_momentum,
     whole,
 )
-from sparkdl.strategies.barriers import ASP, Barrier
+from sparkdl.strategies.asynchronous_barriers import ASP, Barrier
 from sparkdl.strategies.base import Needs, PeriodicStrategy, Run
 
 

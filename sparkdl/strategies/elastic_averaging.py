@@ -13,12 +13,12 @@ differ in which center a replica is pulled to:
     asynchronous    the one it meets, one worker at a time, first come first served: Async EASGD
     round_robin     the same in the order of ranks, which wait for their turns: their baseline
     hogwild         the one it has read before, and nobody waits for the reply: Hogwild EASGD
-                    (``springs`` says what differs)
+                    (``elastic_springs`` says what differs)
 
 The optimizer's momentum is a different one: with ``SGD(momentum=m)`` this is MEASGD (You et al.,
 equations 5 and 6). With ``SGD(momentum=m, nesterov=True)`` it is nearly EAMSGD: torch's parameters
 are the paper's x + m * v, where gradients are taken, and the spring ends there. With the argument
-``momentum`` it is EAMSGD itself, whatever the optimizer; see ``springs``.
+``momentum`` it is EAMSGD itself, whatever the optimizer; see ``elastic_springs``.
 
 The center is what is saved and validated; a replica takes up its own parameters again when the next
 epoch starts. Buffers, such as BatchNorm's statistics, are each replica's own; the center's become
@@ -42,7 +42,7 @@ from sparkdl.protocols import Batch, Segment
 from sparkdl.replica import Replica
 from sparkdl.strategies.arguments import FRACTION, STEPS, argument, must, number, one_of
 from sparkdl.strategies.base import Needs, PeriodicStrategy, Run
-from sparkdl.strategies.springs import HogwildSpring, Spring, SpringAmongWorkers
+from sparkdl.strategies.elastic_springs import HogwildSpring, Spring, SpringAmongWorkers
 
 CENTER_RATE = 0.9
 """b = workers * a in the experiments of Zhang et al."""

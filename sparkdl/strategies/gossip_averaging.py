@@ -9,7 +9,7 @@ of replicas from their mean shrinks with W's second largest eigenvalue l: for ra
 workers, its square shrinks by l = 1 - 1 / (n - 1) per visit, in expectation (Boyd et al. 2006,
 "Randomized Gossip Algorithms"). Nobody waits: x_j is what j last showed, which is what it had when
 it last called on a worker, as changed by visitors since; what it learns meanwhile is added.
-``shown`` has the exchange itself, ``lockstep`` that of ``symmetric``.
+``gossip_values`` has the exchange itself, ``gossip_lockstep`` that of ``symmetric``.
 
 At the end of an epoch the driver forms the mean of all replicas, weighted by rows, from which all
 begin the next one; this mean is validated and saved. (In the papers there is none before the end of
@@ -33,8 +33,8 @@ from sparkdl.collective.peers import AWAY_TIMES, PATIENCE_S
 from sparkdl.protocols import Batch
 from sparkdl.strategies.arguments import STEPS, argument, one_of
 from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.lockstep import Snapshots, lead_of, neighbors_of
-from sparkdl.strategies.shown import MODES, Shown
+from sparkdl.strategies.gossip_lockstep import Snapshots, lead_of, neighbors_of
+from sparkdl.strategies.gossip_values import MODES, Shown
 from sparkdl.transport.connection import Connection
 
 SYMMETRIC = "symmetric"

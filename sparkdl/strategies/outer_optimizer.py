@@ -16,7 +16,7 @@ kept with the center: it is in every checkpoint and outlives lost workers.
   SlowMo rescales what is left of earlier changes; here they stay.
 - DiLoCo: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
   Models". Nesterov's momentum, after windows of hundreds of AdamW steps. Streaming DiLoCo sends the
-  parameters a fragment at a time, while the workers train on; see ``streaming``.
+  parameters a fragment at a time, while the workers train on; see ``outer_streaming``.
 
 Rounds come after steps p, 2p, ... of an epoch, and once at its end for the remaining steps, which
 is an outer step as well. Workers with fewer rows finish earlier: the last rounds of an epoch are of
@@ -55,7 +55,7 @@ from sparkdl.strategies.arguments import (
     whole,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.streaming import Stream
+from sparkdl.strategies.outer_streaming import Stream
 
 Periods = tuple[tuple[int, int], ...]
 """Pairs of an epoch, counted from 1, and the period from that epoch on."""

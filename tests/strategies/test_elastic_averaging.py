@@ -23,7 +23,7 @@ from sparkdl.events import WindowReport
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies import ElasticAveraging, Run
-from sparkdl.strategies.springs import NesterovMomentum
+from sparkdl.strategies.elastic_springs import NesterovMomentum
 from sparkdl.testing import run_world
 
 SPRINGY = ElasticAveraging(period=2, moving_rate=0.2)

@@ -28,9 +28,9 @@ from sparkdl.averager import Averager, client
 from sparkdl.collective import peers as peers_module
 from sparkdl.collective.peers import Peers
 from sparkdl.errors import DisconnectedError, TrainingError
-from sparkdl.strategies import GossipAveraging, shown
+from sparkdl.strategies import GossipAveraging, gossip_values
 from sparkdl.strategies.gossip_averaging import TOPOLOGIES, peer_of
-from sparkdl.strategies.shown import MODES, Shown
+from sparkdl.strategies.gossip_values import MODES, Shown
 from sparkdl.testing import run_world
 from sparkdl.transport.connection import Connection
 
@@ -149,7 +149,7 @@ def test_an_epoch_may_be_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shown, "STRETCH", 3)
+    monkeypatch.setattr(gossip_values, "STRETCH", 3)
 
 
 class Worker:

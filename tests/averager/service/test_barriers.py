@@ -18,7 +18,7 @@ from sparkdl.averager.run_events import Position, Progress
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.strategies import ASP, BSP, PBSP, PSSP, SSP, Barrier, Softsync
-from sparkdl.strategies.barriers import SampledStaleness
+from sparkdl.strategies.asynchronous_barriers import SampledStaleness
 
 MANY = 99
 """More than any world or epoch here has."""

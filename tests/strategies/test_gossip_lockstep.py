@@ -20,9 +20,9 @@ from torch import nn
 from toys import Data, batches_by_hand, classification, mlp, relative_error
 
 from sparkdl.errors import TrainingError
-from sparkdl.strategies import GossipAveraging, lockstep, shown
+from sparkdl.strategies import GossipAveraging, gossip_lockstep, gossip_values
 from sparkdl.strategies.gossip_averaging import TOPOLOGIES
-from sparkdl.strategies.lockstep import Snapshots, lead_of, neighbors_of
+from sparkdl.strategies.gossip_lockstep import Snapshots, lead_of, neighbors_of
 from sparkdl.testing import run_world
 from sparkdl.transport.connection import Connection
 
@@ -140,7 +140,7 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shown, "STRETCH", 3)
+    monkeypatch.setattr(gossip_values, "STRETCH", 3)
 
 
 def test_who_has_no_more_turns_is_mixed_with_at_its_last_and_by_nobody_after() -> None:
@@ -196,7 +196,7 @@ def test_who_is_turns_behind_is_done_without_and_does_without_the_others() -> No
 def test_who_has_yet_to_come_there_is_waited_for_until_patience_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lockstep, "SAID_EVERY_S", 0.01)
+    monkeypatch.setattr(gossip_lockstep, "SAID_EVERY_S", 0.01)
     values = [torch.arange(4, dtype=torch.float64)]
     shown = Snapshots(values)
     patience = [True] * 3

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.strategies.shown import ask, asked_for, receive, stretches_of
+from sparkdl.strategies.gossip_values import ask, asked_for, receive, stretches_of
 from sparkdl.transport.connection import Connection
 
 SAID_EVERY_S = 1.0
