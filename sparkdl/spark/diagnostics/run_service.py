@@ -276,7 +276,7 @@ class RunService:
         metrics = header["report"]
         if self._on_report is not None:
             return self._show(worker, partial(self._on_report, worker.rank, metrics))
-        text = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+        text = ", ".join(f"{name} {_digits(value)}" for name, value in metrics.items())
         return self._show(worker, partial(self._on_lines, worker.rank, [text], 0))
 
     def _take_failure(self, worker: ReportingWorker, header: Mapping[str, Any]) -> NoReturn:
@@ -341,3 +341,9 @@ def _merged(values: list[Any]) -> list[Any]:
     if len(shards) < len(values) or len({len(shard.columns) for shard in shards}) > 1:
         raise TrainingError("the ranks did not all report the same columns")
     return [statistics_header(DataStatistics.of(shards))]
+
+
+def _digits(value: float) -> str:
+    """A number as it is printed: of a whole one all digits, of others six."""
+    whole = abs(value) < 2**53 and float(value).is_integer()
+    return f"{value:.0f}" if whole else f"{value:g}"

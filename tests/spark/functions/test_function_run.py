@@ -218,7 +218,7 @@ def test_prints_errors_log_records_and_reports_arrive_behind_their_rank(
         print("to standard output")
         print("to standard error", file=sys.stderr)
         logging.getLogger("mine").warning("as a log record")
-        sparkdl.current_worker().report(epoch=2, loss=0.5)
+        sparkdl.current_worker().report(rows=1234567, loss=0.5)
         sys.stdout.buffer.write(b"as bytes\n")
         sys.stdout.write("without an end of line")
 
@@ -226,7 +226,7 @@ def test_prints_errors_log_records_and_reports_arrive_behind_their_rank(
 
     shown = capsys.readouterr().out.splitlines()
     said = ("to standard output", "to standard error", "as a log record", "as bytes", "without an")
-    said += ("epoch 2, loss 0.5",)
+    said += ("rows 1234567, loss 0.5",)
     for rank in (0, 1):
         mine = [line for line in shown if line.startswith(f"[rank {rank}] ")]
         for text in said:
