@@ -11,7 +11,7 @@ from typing import Any
 
 _HARMLESS = {
     *("builtins.id", "object.__delattr__", "object.__getattr__", "object.__setattr__"),
-    *("os.listdir", "os.scandir", "sys._getframe"),
+    *("os.listdir", "os.scandir", "pathlib.Path.glob", "sys._getframe"),
 }
 _STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "socket.bind", "subprocess.Popen"}
 _watching: dict[int, list[str]] = {}

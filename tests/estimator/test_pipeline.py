@@ -211,7 +211,8 @@ def test_a_damaged_estimator_is_refused_with_what_is_wrong(
 
 
 def test_a_model_whose_outputs_mean_nothing_known_is_refused(tmp_path: Path) -> None:
-    path = saved_estimator(tmp_path, **{"metadata/part-00000": {**METADATA, "paramMap": {}}})
+    metadata = {**METADATA, "class": "sparkdl.estimator.model.TorchModel", "paramMap": {}}
+    path = saved_estimator(tmp_path, **{"metadata/part-00000": metadata})
     saved_model(tmp_path, named(RELU))
     description = (tmp_path / "module.json").read_text()
     (tmp_path / "module.json").write_text(description.replace('"logits"', '"os.system"'))
