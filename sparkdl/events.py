@@ -163,7 +163,8 @@ class EpochSummary:
     rounds: int
     """Averaging rounds in the epoch."""
     seconds: float
-    """Wall-clock seconds since the end of the previous epoch."""
+    """Wall-clock seconds since the end of the previous epoch; where workers went on from a round in
+    the middle of it, without those between that round and when they went on."""
     workers: int = 0
     """Number of workers; 0 in histories of versions that did not record it."""
     validation_loss: float | None = None

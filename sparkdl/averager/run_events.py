@@ -59,6 +59,8 @@ class Progress:
     """The previous epochs."""
     since: Position = Position()
     """Where these workers began: at the start of the epoch before which their number changed."""
+    seconds: float = dataclasses.field(default=0.0, compare=False)
+    """How long the epoch under way had taken when its last round was committed."""
 
     @classmethod
     def start(cls, world_size: int) -> Progress:

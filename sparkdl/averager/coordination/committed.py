@@ -73,6 +73,8 @@ class CommittedProgress:
         # By rank, of the epoch under way.
         self._sums = {each.rank: replace(each) for each in progress.sums}
         self._first_round = -progress.rounds
+        # Of the epoch under way, at its last commit; a run that goes on from there adds to it.
+        self._seconds = progress.seconds
         # By rank, of the last epoch that ended; and whether its summary includes them all.
         self._validations: dict[int, ValidationReport] = {}
         self._counted = True
@@ -93,8 +95,8 @@ class CommittedProgress:
         return self.round > self._first_round or self.epoch > 1
 
     def start_epoch(self, now: float) -> None:
-        """Start counting the epoch's time."""
-        self._epoch_started = now
+        """Start counting the epoch's time, or go on from the last commit."""
+        self._epoch_started = now - self._seconds
 
     @property
     def has_windows(self) -> bool:
@@ -106,14 +108,18 @@ class CommittedProgress:
         """Whether nothing has been committed since the end of an epoch without a known loss."""
         return self.epoch > 1 and self.round == self._first_round and not self._validated
 
-    def commit(self, windows: Iterable[WindowReport], kept: Mapping[int, WorkerState]) -> None:
+    def commit(
+        self, windows: Iterable[WindowReport], kept: Mapping[int, WorkerState], now: float
+    ) -> None:
         """Count a round and its windows as having happened.
 
         Args:
             windows: the windows' reports, by rank.
             kept: what to keep of the ranks that sent something.
+            now: the time, in seconds.
         """
         self.round += 1
+        self._seconds = now - self._epoch_started
         self.commit_wanted = False
         self.kept |= kept
         for window in windows:
@@ -134,6 +140,7 @@ class CommittedProgress:
         self._first_round = self.round
         self._sums, self._validations, self._states = {}, {}, {}
         self._validated = False
+        self._seconds = 0.0
         self.start_epoch(now)
         return summary
 
@@ -209,6 +216,7 @@ class CommittedProgress:
             sums=tuple(replace(self._sums[rank]) for rank in sorted(self._sums)),
             history=self.history,
             since=self.since,
+            seconds=self._seconds,
         )
 
 

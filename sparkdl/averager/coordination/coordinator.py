@@ -256,6 +256,7 @@ class Coordinator(RunState):
         self.committed.commit(
             reports,
             {window.member.rank: window.kept for window in windows if window.kept is not None},
+            self.members.now,
         )
         for report in reports:
             self.do.report(report)

@@ -87,6 +87,22 @@ def test_after_a_resume_at_the_end_of_an_epoch_all_validate_again() -> None:
     assert told(validate(run, 1, 4.0)) == {0: (3.0,)}
 
 
+def test_an_epoch_that_was_interrupted_has_the_seconds_of_all_its_rounds() -> None:
+    first = started(2)
+    first.wait(40.0)
+    first.round()
+    first.wait(7.0)  # of a window that is lost
+    told = Progress.from_json(first.coordinator.committed.progress().as_json())
+    second = Run(2, progress=told)
+    second.wait(20.0)  # until all have read their rows
+    with_held_out_rows(second, None)
+    for epoch in (1, 2):
+        second.wait(5.0)
+        second.round(epoch=epoch, step=1 + epoch, last=True)
+    seconds = [each.seconds for each in second.coordinator.committed.history]
+    assert seconds == pytest.approx([45.0, 5.0])
+
+
 def test_who_does_not_validate_is_named() -> None:
     run = with_held_out_rows(Run(3, deadline_s=10.0))
     run.round(last=True)
