@@ -49,8 +49,8 @@ class _Run(NamedTuple):
     found: Any
     """The run, as it was when the fit began."""
     owned: bool
-    logged: set[int]
-    """Epochs that an interrupted fit has logged."""
+    logged: dict[int, float]
+    """The losses of epochs that an interrupted fit has logged."""
 
     @property
     def id(self) -> str:
@@ -108,7 +108,8 @@ class MLflow(Callback):
         else:
             found = client.get_run(active.info.run_id)
         known = client.get_metric_history(found.info.run_id, "loss") if training.resumed else []
-        run = _Run(client, found, active is None, {metric.step for metric in known})
+        known = sorted(known, key=lambda metric: metric.timestamp)
+        run = _Run(client, found, active is None, {each.step: each.value for each in known})
         training.kept[self] = run
         setup = training.recording.setup
         settings = {
@@ -123,11 +124,14 @@ class MLflow(Callback):
         client.log_batch(run.id, params=[mlflow.entities.Param(*each) for each in new.items()])
 
     def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        """Log the epoch's numbers, unless a fit that was interrupted after it did so."""
+        """Log the epoch's numbers, unless a fit that was interrupted after it has logged the same.
+
+        Where training it again comes to others, MLflow takes the later ones for the epoch's.
+        """
         from mlflow.entities import Metric
 
         run: _Run = training.kept[self]
-        if summary.epoch in run.logged:
+        if run.logged.get(summary.epoch) == summary.loss:
             return
         values = {**metrics_of(summary), "examples_per_second": summary.examples_per_second}
         now = int(time.time() * 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError, ConfigError, SetupError
 from sparkdl.events import EpochSummary
 from sparkdl.feed.schema import FeedSchema
+from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import ParameterAveraging
 from sparkdl.testing import batches_of, run_world
@@ -194,6 +197,24 @@ def test_a_resumed_fit_goes_on_with_the_same_run(store: Any, tmp_path: Path) -> 
     train([logs], tmp_path / "other", epochs=1)
     train([logs], epochs=1)
     assert len(runs(store)) == 3
+
+
+def test_an_epoch_that_came_to_another_loss_when_it_was_trained_again_has_that_last(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count(1_800_000_000)
+    monkeypatch.setattr(mlflow_run, "time", SimpleNamespace(time=lambda: next(seconds)))
+    logs, told = MLflow("x", tracking_uri=store.uri, log_model=False), DataStatistics((4,), ())
+    for resumed, losses in ((False, (3.0, 2.0)), (True, (3.0, 1.5)), (True, (3.0, 1.5))):
+        fit = Training(2, resumed=resumed, identity="one")
+        logs.on_start(fit, told)
+        for epoch, loss in enumerate(losses, 1):
+            summary = EpochSummary(epoch=epoch, loss=loss, examples=4, rounds=1, seconds=1.0)
+            logs.on_epoch(fit, summary)
+        logs.on_end(fit, None)
+    (run,) = runs(store)
+    assert history(store, run, "loss") == [(1, 3.0), (2, 1.5), (2, 2.0)]
+    assert run.data.metrics["loss"] == 1.5
 
 
 def test_inside_of_a_run_of_the_users_it_is_that_one(store: Any) -> None:
