@@ -8,6 +8,7 @@ that is refused, unless both shapes are written with two dimensions.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +71,45 @@ def require_own_targets(
             )
 
 
+def require_mean(loss: LossFunction, outputs: Any, batch: Batch, rows: int) -> None:
+    """Check that a loss of the user's does not add up the rows.
+
+    Args:
+        loss: the loss.
+        outputs: what the model returns for the rows.
+        batch: the rows' targets.
+        rows: how many: the width of nothing.
+
+    Raises:
+        ModelError: it is twice as large if each row is there twice.
+    """
+    if is_known(loss) or batch.weights is not None:
+        return
+
+    def twice(value: Any) -> Any:
+        is_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
+        return torch.cat([value, value]) if is_rows else value
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it will warn again
+            once = loss(outputs, batch.targets)
+            doubled = loss(tree_map(twice, outputs), tree_map(twice, batch.targets))
+        # No numbers for a pair, whose sum may well be one.
+        value, other = float(once), float(doubled)  # type: ignore[arg-type]
+    except Exception:  # the user's loss may raise anything; it is called again, and reported
+        return
+    if value and math.isfinite(value) and math.isclose(other, 2 * value, rel_tol=1e-3):
+        raise ModelError(
+            "the loss adds up the rows of a minibatch: it is twice as large if each of them is "
+            "there twice. With several workers the sum over the rows of one is not that over all, "
+            "nor is it a mean, which strategies can weigh. Divide it by the number of rows, with a "
+            "larger learning rate, or use numWorkers=1"
+        )
+
+
 def require_own_targets_in(
-    replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool
+    replica: Replica, batch_of: Callable[[int], Batch], *, scores: bool, several: bool = False
 ) -> None:
     """The same for a replica's loss, on made-up rows.
 
@@ -79,6 +117,7 @@ def require_own_targets_in(
         replica: one that is thrown away afterwards.
         batch_of: a made-up minibatch of so many rows.
         scores: whether rows will be scored with the loss.
+        several: whether there are several workers, whose losses must be means.
 
     Raises:
         ModelError: as above.
@@ -96,6 +135,8 @@ def require_own_targets_in(
         except Exception:  # the user's forward may raise anything; it is called again, and reported
             return
         require_own_targets(replica.loss, outputs, batch, rows, by_row=scores)
+        if several:
+            require_mean(replica.loss, outputs, batch, rows)
 
 
 def require_own_scores(loss: LossFunction, outputs: Any, targets: Targets, rows: int) -> None:

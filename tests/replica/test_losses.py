@@ -213,6 +213,74 @@ def test_of_several_labels_each_is_as_in_its_column() -> None:
     refused(loss, COLUMN, (NUMBERS, WHOLE, NUMBERS))
 
 
+class Variational(nn.Module):
+    """Returns what it makes of its features, and the mean and the logarithm of a variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, features: Tensor) -> Any:
+        code = self.layer(features)
+        return code, code.cos(), code.sin()
+
+
+def divergence(means: Tensor, logarithms: Tensor) -> Tensor:
+    return -0.5 * (1 + logarithms - means**2 - logarithms.exp())
+
+
+def of_examples(outputs: Any, targets: Tensor) -> Tensor:
+    """As PyTorch's example of a variational autoencoder has it."""
+    rebuilt, *others = outputs
+    ones = torch.ones_like(rebuilt)
+    found = functional.binary_cross_entropy_with_logits(rebuilt, ones, reduction="sum")
+    return found + divergence(*others).sum()
+
+
+def of_a_sum(outputs: Any, targets: Tensor) -> Any:
+    return of_examples(outputs, targets), torch.tensor(float(len(targets)))
+
+
+class Sum(nn.Module):
+    """Wraps one of torch's."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.inner = nn.MSELoss(reduction=reduction)
+
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self.inner(outputs[0], targets[:, None].expand(-1, 2))
+
+
+def made_up_codes(rows: int) -> Batch:
+    return Batch((torch.ones(rows, 3),), torch.arange(rows) % 2 + 0.5, True)
+
+
+@every("loss", [of_examples, Sum("sum"), lambda o, t: 1e-3 * o[0].pow(2).sum()])
+def test_a_loss_of_ones_own_that_adds_up_rows_is_refused_for_several_workers(loss: Any) -> None:
+    replica = Replica(Variational(), SGD, loss)
+    require_own_targets_in(replica, made_up_codes, scores=False)
+    with pytest.raises(ModelError, match=r"adds up the rows .* Divide it by the number of rows"):
+        require_own_targets_in(replica, made_up_codes, scores=False, several=True)
+
+
+@every(
+    "loss",
+    [
+        of_a_sum,
+        Sum("mean"),
+        lambda o, t: of_examples(o, t) / len(t),
+        lambda o, t: 0 * o[0].sum(),
+        lambda o, t: o[0].norm(),
+        lambda o, t: torch.cdist(o[0], o[0]).sum(),
+        lambda o, t: {}["not there"],
+    ],
+)
+def test_means_pairs_and_what_compares_rows_are_no_sums_over_rows(loss: Any) -> None:
+    replica = Replica(Variational(), SGD, loss)
+    require_own_targets_in(replica, made_up_codes, scores=False, several=True)
+
+
 def test_the_rows_tried_with_are_no_width_of_the_outputs() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return own(outputs[:, :1] - torch.arange(11.0), targets[:, None])

@@ -308,7 +308,7 @@ def _workers(
         raise ConfigError(
             f"{_name(job.loss)} has reduction='sum', and there are {most} workers: the sum "
             "over the rows of one is not that over all, nor is it a mean, which strategies can "
-            "weigh. Use reduction='mean', with a smaller learning rate, or numWorkers=1"
+            "weigh. Use reduction='mean', with a larger learning rate, or numWorkers=1"
         )
     return Workers(
         frame=frame,

@@ -52,13 +52,21 @@ class Trial:
     schema: FeedSchema
     statistics: Sequence[ColumnStatistics]
 
-    def step(self, head: Head, *, metrics: Metrics | None = None, scores: bool = False) -> Any:
+    def step(
+        self,
+        head: Head,
+        *,
+        metrics: Metrics | None = None,
+        scores: bool = False,
+        several: bool = False,
+    ) -> Any:
         """Take one step.
 
         Args:
             head: what the loss says about the outputs.
             metrics: to try on its predictions.
             scores: whether rows will be scored with the loss.
+            several: whether there are several workers.
 
         Returns:
             What the model returns in evaluation mode, without labels, for ``PREDICTED_ROWS``.
@@ -70,7 +78,7 @@ class Trial:
         replica, batch, predicted = self.replica, self._rows(2), self._rows(PREDICTED_ROWS)
         built = _shapes_of(replica.module)
         with borrowed_random_numbers():
-            require_own_targets_in(replica, self._rows, scores=scores)
+            require_own_targets_in(replica, self._rows, scores=scores, several=several)
             with torch.enable_grad():
                 replica.module.train()
                 outputs = self._outputs(batch, with_labels=True)

@@ -254,7 +254,8 @@ class RowChecks:
         assert replica is not None
         schema = plan.job.schema.of_lengths([column.longest for column in columns])
         trial, scores = Trial(replica, schema, columns), plan.settings.getLossCol() is not None
-        outputs = trial.step(plan.head, metrics=plan.job.metrics, scores=scores)
+        several = max(len(statistics.shard_rows), plan.job.max_workers or 1) > 1
+        outputs = trial.step(plan.head, metrics=plan.job.metrics, scores=scores, several=several)
         transforms = plan.job.feed.transform is not None
         loss_use = divides_by(plan.job.loss, schema, statistics, transforms=transforms)
         if loss_use is None:
