@@ -28,6 +28,8 @@ from sparkdl.replica.replica import Replica
 
 ROWS = (11, 13, 17, 19)
 """Numbers of rows to try with: the first that is no width of the outputs."""
+EVEN = 6
+"""As many of either kind of made-up row; twice as many rows are these twice."""
 
 
 def require_own_targets(
@@ -90,16 +92,22 @@ def require_mean(loss: LossFunction, outputs: Any, batch: Batch, rows: int) -> N
         is_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
         return torch.cat([value, value]) if is_rows else value
 
+    _require_not_twice(
+        lambda: loss(outputs, batch.targets),
+        lambda: loss(tree_map(twice, outputs), tree_map(twice, batch.targets)),
+    )
+
+
+def _require_not_twice(loss: Callable[[], Any], of_doubled: Callable[[], Any]) -> None:
+    """Check that a loss is not half of that of the same rows, each there twice."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it will warn again
-            once = loss(outputs, batch.targets)
-            doubled = loss(tree_map(twice, outputs), tree_map(twice, batch.targets))
-        # No numbers for a pair, whose sum may well be one.
-        value, other = float(once), float(doubled)  # type: ignore[arg-type]
+            # No numbers for a pair, whose sum may well be one.
+            once, twice = float(loss()), float(of_doubled())
     except Exception:  # the user's loss may raise anything; it is called again, and reported
         return
-    if value and math.isfinite(value) and math.isclose(other, 2 * value, rel_tol=1e-3):
+    if once and math.isfinite(once) and math.isclose(twice, 2 * once, rel_tol=1e-3):
         raise ModelError(
             "the loss adds up the rows of a minibatch: it is twice as large if each of them is "
             "there twice. With several workers the sum over the rows of one is not that over all, "
@@ -115,14 +123,22 @@ def require_own_targets_in(
 
     Args:
         replica: one that is thrown away afterwards.
-        batch_of: a made-up minibatch of so many rows.
+        batch_of: a made-up minibatch of so many rows, each one of two in turn.
         scores: whether rows will be scored with the loss.
         several: whether there are several workers, whose losses must be means.
 
     Raises:
         ModelError: as above.
     """
-    if isinstance(replica.loss, ModelLoss):
+    own = replica.loss
+    if isinstance(own, ModelLoss):
+        if several:
+            replica.module.eval()  # whose values are those of each row, without noise
+            with torch.no_grad():
+                _require_not_twice(
+                    lambda: replica.loss_of(replica.outputs(few := batch_of(EVEN)), few),
+                    lambda: replica.loss_of(replica.outputs(many := batch_of(2 * EVEN)), many),
+                )
         return
     replica.module.train()
     with torch.no_grad():
@@ -134,9 +150,9 @@ def require_own_targets_in(
                     break
         except Exception:  # the user's forward may raise anything; it is called again, and reported
             return
-        require_own_targets(replica.loss, outputs, batch, rows, by_row=scores)
+        require_own_targets(own, outputs, batch, rows, by_row=scores)
         if several:
-            require_mean(replica.loss, outputs, batch, rows)
+            require_mean(own, outputs, batch, rows)
 
 
 def require_own_scores(loss: LossFunction, outputs: Any, targets: Targets, rows: int) -> None:

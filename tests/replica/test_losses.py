@@ -281,6 +281,29 @@ def test_means_pairs_and_what_compares_rows_are_no_sums_over_rows(loss: Any) -> 
     require_own_targets_in(replica, made_up_codes, scores=False, several=True)
 
 
+class WithLoss(Variational):
+    """Computes its own loss."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction, self.noise = reduction, nn.Dropout(0.5)
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> Any:
+        code = self.noise(self.layer(features))
+        if labels is None:
+            return code
+        wanted = labels[:, None].expand_as(code)
+        return functional.mse_loss(code, wanted, reduction=self.reduction), code
+
+
+def test_a_models_own_loss_that_adds_up_rows_is_refused_for_several_workers() -> None:
+    summed, mean = (Replica(WithLoss(each), SGD, ModelLoss()) for each in ("sum", "mean"))
+    require_own_targets_in(summed, made_up_codes, scores=False)
+    require_own_targets_in(mean, made_up_codes, scores=False, several=True)
+    with pytest.raises(ModelError, match="adds up the rows"):
+        require_own_targets_in(summed, made_up_codes, scores=False, several=True)
+
+
 def test_the_rows_tried_with_are_no_width_of_the_outputs() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return own(outputs[:, :1] - torch.arange(11.0), targets[:, None])
