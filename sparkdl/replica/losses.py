@@ -198,7 +198,9 @@ class MinibatchLoss:
 
     def __init__(self, loss: LossFunction, use: LossUse = None) -> None:
         self._loss = loss
-        self._is_known = is_known(loss)
+        # A class of each row is no number to put into the outputs' shape: torch would take a column
+        # of numbers for the probabilities of a single class, of which the loss is always 0.
+        self._is_elementwise = is_known(loss) and ClassIndexLoss.of(loss) is None
         self._reduction = reduction_of(loss)
         self.is_sum = self._reduction == "sum"
         self._indices = None if use == "rows" else ClassIndexLoss.of(loss)
@@ -237,7 +239,7 @@ class MinibatchLoss:
 
     def _in_shape(self, outputs: Any, targets: Targets) -> Targets:
         """One number per row in the shape of the outputs, (rows, 1) or (rows,), for torch's own."""
-        if self._is_known and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
+        if self._is_elementwise and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
             rows = len(targets)
             if {outputs.shape, targets.shape} == {(rows,), (rows, 1)}:
                 return targets.view_as(outputs)

@@ -164,6 +164,14 @@ def test_a_loss_of_ones_own_that_broadcasts_rows_with_rows_is_refused(loss: Any)
     taken(loss, COLUMN, NUMBERS[:, None])
 
 
+@every("loss", [nn.CrossEntropyLoss(), functional.cross_entropy])
+def test_a_number_per_row_is_not_taken_for_the_probability_of_a_single_class(loss: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"expected (target dtype|scalar type)"):
+        loss(COLUMN, NUMBERS)
+    with pytest.raises(RuntimeError, match=r"expected (target dtype|scalar type)"):
+        MinibatchLoss(loss)(COLUMN, Batch((), NUMBERS, True))
+
+
 @every("targets", [NUMBERS, WHOLE])
 def test_the_choice_does_not_depend_on_the_dtype(targets: Tensor) -> None:
     found, _ = MinibatchLoss(nn.L1Loss())(COLUMN, Batch((), targets, True))
