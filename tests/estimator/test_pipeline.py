@@ -169,6 +169,12 @@ def test_what_does_not_belong_in_a_place_is_refused(tmp_path: Path, place: str, 
         load_object({"recipe": spec}, tmp_path, place, expected=EXPECTED[place], trust=False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a first load imports is no deed of the model's."""
+    load_module(saved_model(tmp_path_factory.mktemp("first"), bound(RELU)))
+
+
 @every("load", [load_module, TorchModel.load, TorchEstimator.load])
 @every("place", ["model", "optimizer", "strategy"])
 def test_every_way_to_load_refuses_a_command(
