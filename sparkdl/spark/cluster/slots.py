@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
+from sparkdl.arguments import counted
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.cluster import (
     count_running_tasks,
@@ -304,7 +305,8 @@ class SlotQueue:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._running: dict[object, int] = {}
+        # The workers of each, and the thread that serves them.
+        self._running: dict[object, tuple[int, int]] = {}
         self._waiting: deque[object] = deque()
 
     @contextmanager
@@ -317,10 +319,19 @@ class SlotQueue:
         Args:
             workers: slots that the run needs.
             count_slots: counts the slots there are, including those taken.
+
+        Raises:
+            ConfigError: this thread serves the run that it would have to wait for.
         """
-        ticket = object()
+        ticket, thread = object(), threading.get_ident()
         with self._condition:
-            self._waiting.append(ticket)
+            if thread in (each for _, each in self._running.values()):
+                # From a callback. Whoever is ahead may wait for this thread's own run, so nobody is
+                # waited for.
+                self._require_room(workers, count_slots)
+                self._waiting.appendleft(ticket)
+            else:
+                self._waiting.append(ticket)
             try:
                 if not self._may_start(ticket, workers, count_slots):
                     logger.warning(
@@ -330,7 +341,7 @@ class SlotQueue:
                     )
                 while not self._may_start(ticket, workers, count_slots):
                     self._condition.wait(LOOK_S)
-                self._running[ticket] = workers
+                self._running[ticket] = workers, thread
             finally:
                 self._waiting.remove(ticket)
                 self._condition.notify_all()
@@ -344,8 +355,23 @@ class SlotQueue:
     def _may_start(self, ticket: object, workers: int, count_slots: Callable[[], float]) -> bool:
         if self._waiting[0] is not ticket:
             return False
-        taken = sum(self._running.values())
+        taken = self._taken
         return not taken or taken + workers <= count_slots()
+
+    def _require_room(self, workers: int, count_slots: Callable[[], float]) -> None:
+        """Refuse a run that a callback starts, if it would wait for the callback's own."""
+        free = count_slots() - self._taken
+        if workers > free:
+            raise ConfigError(
+                f"a callback has started a run of {counted(workers, 'worker')} in the middle of "
+                f"its own fit, whose workers keep their slots until it ends, and {max(0, free):.0f}"
+                " are free: the two would wait for each other. Start it after fit has returned, or "
+                "set a smaller numWorkers"
+            )
+
+    @property
+    def _taken(self) -> int:
+        return sum(workers for workers, _ in self._running.values())
 
 
 _SLOT_QUEUE = SlotQueue()

@@ -231,6 +231,30 @@ def test_who_has_to_wait_for_slots_is_not_overtaken_by_a_smaller_run(
     assert waiting in caplog.text
 
 
+def test_a_run_from_within_another_is_refused_where_it_would_wait_for_that_one() -> None:
+    """A callback's fit holds up the workers of its own fit, which leave when that has ended."""
+    queue = SlotQueue()
+    with queue.take(2, lambda: 3):
+        with pytest.raises(ConfigError, match=r"a run of 2 workers .* and 1 are free"):
+            queue.take(2, lambda: 3).__enter__()
+        with queue.take(1, lambda: 3):
+            pass
+    with queue.take(3, lambda: 3):
+        pass
+
+
+def test_a_run_from_within_another_does_not_wait_for_who_waits_for_that_one() -> None:
+    queue = SlotQueue()
+    with ThreadPoolExecutor() as pool:
+        with queue.take(2, lambda: 3):
+            large = Holder(queue, pool, workers=3, slots=3)
+            assert not large.started.wait(0.2)
+            with queue.take(1, lambda: 3):
+                assert not large.started.is_set()
+        assert large.started.wait(DEADLINE_S)
+        large.leave()
+
+
 def test_alone_a_run_starts_whatever_is_counted() -> None:
     """Executors may have been lost since; what to say of that is for others."""
     with SlotQueue().take(2, lambda: 0):
