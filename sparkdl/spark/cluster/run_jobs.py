@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pyspark import InheritableThread
 
-from sparkdl.spark.catalyst.cluster import jobs_with_tag
+from sparkdl.spark.catalyst.cluster import FailedTask, failed_tasks, jobs_with_tag
 from sparkdl.spark.catalyst.jvm import Py4JError, SparkContext, SparkStageInfo
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,23 @@ class RunJobs:
                     logger.warning(
                         "Spark jobs with tag %s did not end within %.0f s", self.tag, JOB_END_S
                     )
+
+    def failed_tasks(self) -> list[FailedTask]:
+        """The failed tasks of the last of the run's jobs, in the order of their IDs.
+
+        None where Spark does not say, or no longer answers.
+        """
+        try:
+            # By tag: the caller's group may have others that run at the same time.
+            last = sorted(jobs_with_tag(self._context, self.tag, self.group))[-1:]
+            jobs = [self._context.statusTracker().getJobInfo(job) for job in last]
+            stages = [stage for job in jobs if job is not None for stage in job.stageIds]
+            failed = [task for stage in stages for task in failed_tasks(self._context, stage)]
+        except (Py4JError, OSError, AttributeError) as unanswered:
+            # The session was stopped, or its JVM has ended.
+            logger.debug("Spark no longer answers: %s", unanswered)
+            return []
+        return sorted(failed, key=lambda task: task.number)
 
     def stages(self) -> list[SparkStageInfo]:
         """The stages of the run's jobs that Spark knows of."""

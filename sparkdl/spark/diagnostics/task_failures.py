@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 
-from pyspark.sql import SparkSession
-
 from sparkdl.errors import WorkerLostError
-from sparkdl.spark.catalyst.cluster import FailedTask, failed_tasks
-from sparkdl.spark.catalyst.jvm import Py4JError
-
-logger = logging.getLogger(__name__)
+from sparkdl.spark.cluster.run_jobs import RunJobs
 
 REPORTED_S = 2.0
 """Seconds after the end of a job in which Spark's status store hears of its tasks."""
@@ -83,20 +77,19 @@ def end_of_a_rank(text: str) -> str:
 
 
 def with_sparks_reason(
-    error: WorkerLostError, spark: SparkSession, group: str, ranks_a_task: int = 1
+    error: WorkerLostError, jobs: RunJobs, ranks_a_task: int = 1
 ) -> WorkerLostError | None:
-    """Add to an error what Spark knows about the tasks that failed in a job group.
+    """Add to an error what Spark knows about the tasks of a run that failed.
 
     Args:
         error: says that a worker is lost.
-        spark: the session.
-        group: the job group.
+        jobs: the run's.
         ranks_a_task: ranks per task.
 
     Returns:
         An error that says more; None if Spark knows nothing.
     """
-    failed = _failed_tasks(spark, group)
+    failed = jobs.failed_tasks()
     if not failed:
         return None
     told = "; ".join(
@@ -108,10 +101,10 @@ def with_sparks_reason(
     return WorkerLostError(said, ranks=error.ranks)
 
 
-def host_of_last_failure(spark: SparkSession, group: str) -> str | None:
-    """Where the last failed task of a job group ran; None if Spark does not say so within 2 s."""
+def host_of_last_failure(jobs: RunJobs) -> str | None:
+    """Where the last failed task of a run's jobs ran; None if Spark does not say so within 2 s."""
     due = time.monotonic() + REPORTED_S
-    while not (failed := _failed_tasks(spark, group)):
+    while not (failed := jobs.failed_tasks()):
         if time.monotonic() > due:
             return None
         time.sleep(0.05)
@@ -128,18 +121,3 @@ def _reason(message: str) -> str:
     lines = message.splitlines()
     ours = [line for line in lines if line.startswith(_RANK_DIED)]
     return ours[-1].removeprefix(_RANK_DIED) if ours else lines[0]
-
-
-def _failed_tasks(spark: SparkSession, group: str) -> list[FailedTask]:
-    """The failed tasks of the group's last job, in the order of their IDs."""
-    try:
-        context = spark.sparkContext
-        tracker = context.statusTracker()
-        jobs = sorted(tracker.getJobIdsForGroup(group))
-        info = tracker.getJobInfo(jobs[-1]) if jobs else None
-        stages = info.stageIds if info is not None else ()
-        failed = [task for stage in stages for task in failed_tasks(context, stage)]
-    except (Py4JError, OSError, AttributeError) as unanswered:  # it was stopped, or its JVM ended
-        logger.debug("Spark no longer answers: %s", unanswered)
-        return []
-    return sorted(failed, key=lambda task: task.number)

@@ -186,9 +186,7 @@ class WorkerJob:
         self.fail(TrainingError(self.ended_early))
 
     def _failed(self, error: Exception) -> None:
-        self._error = as_training_error(
-            error, lambda: host_of_last_failure(self._spark, self.jobs.group)
-        )
+        self._error = as_training_error(error, lambda: host_of_last_failure(self.jobs))
         self.fail(self._error)
 
     def _explained(self, error: SparkDLError) -> SparkDLError:
@@ -206,7 +204,7 @@ class WorkerJob:
         return WorkerLostError(f"{error}{self.unexplained}", ranks=error.ranks)
 
     def _sparks_reason(self, error: WorkerLostError) -> WorkerLostError | None:
-        return with_sparks_reason(error, self._spark, self.jobs.group, self.workers.ranks_a_task)
+        return with_sparks_reason(error, self.jobs, self.workers.ranks_a_task)
 
 
 def as_training_error(

@@ -45,7 +45,12 @@ from sparkdl.spark.diagnostics import stacks
 from sparkdl.spark.diagnostics.run_client import RunClient
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.stacks import Stacks, describe_threads
-from sparkdl.spark.diagnostics.task_failures import end_of_a_rank, memory_advice
+from sparkdl.spark.diagnostics.task_failures import (
+    end_of_a_rank,
+    host_of_last_failure,
+    memory_advice,
+    with_sparks_reason,
+)
 from sparkdl.spark.launch.launcher import as_training_error
 
 for pickles in (cloudpickle, spark_cloudpickle):
@@ -321,6 +326,29 @@ def test_want_of_memory_names_the_setting_to_raise() -> None:
     ]
     told = [(reason, setting, memory_advice(reason)) for reason, setting in reasons]
     assert [each for each in told if not re.search(each[1], each[2])] == []
+
+
+def test_a_lost_worker_is_explained_by_its_own_job_and_not_by_a_later_one_in_the_callers_group(
+    spark: SparkSession,
+) -> None:
+    context = spark.sparkContext
+
+    def fail(rows: Iterator[int]) -> None:
+        raise ValueError
+
+    context.setJobGroup("a cell of a notebook", "a search that fits several models at once")
+    try:
+        jobs, raised = RunJobs(context, "a run that fails"), list[Exception]()
+        jobs.start(lambda: context.parallelize([1], 1).foreachPartition(fail), raised.append)
+        assert jobs.wait(SPARK_S)
+        assert raised
+        assert context.parallelize([1], 1).count() == 1
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
+        context.setLocalProperty("spark.job.description", None)  # type: ignore[arg-type]
+    assert host_of_last_failure(jobs) is not None
+    explained = with_sparks_reason(WorkerLostError("rank 0 is silent", ranks=(0,)), jobs)
+    assert re.search(r"Spark says of rank 0 on \S+: \S+\.PythonException", str(explained))
 
 
 def test_other_ends_are_not_blamed_on_memory() -> None:
