@@ -88,6 +88,8 @@ many there will be."""
 _ON_DEMAND = "spark.dynamicAllocation.enabled"
 _FEWEST_EXECUTORS = "spark.dynamicAllocation.minExecutors"
 _MOST_EXECUTORS = "spark.dynamicAllocation.maxExecutors"
+_OF_FUNCTIONS = "spark.sql.execution.pyspark.udf"
+"""Where a session says by itself what ``spark.python.worker`` says for all of the application."""
 OTHERS_END_S = 10.0
 """Seconds to wait for other jobs to give slots back, where workers have to start together."""
 
@@ -132,13 +134,15 @@ def choose_num_workers(
         name: the name of the argument by which the user sets it.
 
     Raises:
-        ConfigError: more workers are wanted than the cluster has slots, or a part of a task's.
+        ConfigError: more workers are wanted than the cluster has slots, or a part of a task's; or
+            Spark is set to copy or to kill workers.
     """
     if is_true(spark, "spark.speculation"):
         raise ConfigError(
             "spark.speculation is on: Spark would start second copies of workers that it finds "
             "slow. Set spark.speculation=false for this application"
         )
+    _require_patience(spark)
     if wanted is not None and wanted % ranks_a_task:
         raise ConfigError(
             f"{name} is {wanted}, but {GPUS_A_TASK} is {ranks_a_task}, and each task runs one "
@@ -174,6 +178,26 @@ def choose_num_workers(
         "or add executors or cores (spark.executor.instances, spark.executor.cores; "
         f"spark.task.cpus cores make one slot){_gpus_asked_for(spark)}"
     )
+
+
+def _require_patience(spark: SparkSession) -> None:
+    """Refuse settings by which Spark kills workers in the middle of their work.
+
+    Spark takes them to be idle, since it hears nothing of them before they have trained; what it
+    says of the dead looks like a crash.
+    """
+
+    def found(name: str) -> str:
+        own, general = f"{_OF_FUNCTIONS}.{name}", f"spark.python.worker.{name}"
+        return (spark.conf.get(own, None) or setting(spark, general) or "").strip().lower()
+
+    seconds = found("idleTimeoutSeconds")
+    if found("killOnIdleTimeout") == "true" and seconds.lstrip("0").rstrip("s"):
+        raise ConfigError(
+            f"Spark is set to kill Python processes that it hears nothing of for {seconds} s, and "
+            "workers say nothing to it until they have trained. Set "
+            f"{_OF_FUNCTIONS}.killOnIdleTimeout=false: sparkdl has deadlines of its own"
+        )
 
 
 def _wait_for_executors(

@@ -149,6 +149,22 @@ def test_speculation_is_refused_with_the_setting_to_change(spark: SparkSession) 
         conf.set("spark.speculation", before or "false")
 
 
+def test_workers_that_spark_would_kill_as_idle_are_refused_with_the_setting_to_change(
+    spark: SparkSession,
+) -> None:
+    """Spark reads both settings where it plans a function of batches."""
+    own = "spark.sql.execution.pyspark.udf"
+    try:
+        spark.conf.set(f"{own}.killOnIdleTimeout", "true")
+        spark.conf.set(f"{own}.idleTimeoutSeconds", "3600")
+        words = r"hears nothing of for 3600 s.* spark\.sql\S+\.killOnIdleTimeout=false"
+        with no_jobs(spark), pytest.raises(ConfigError, match=words):
+            estimator().fit(frame(spark))
+    finally:
+        spark.conf.unset(f"{own}.killOnIdleTimeout")
+        spark.conf.unset(f"{own}.idleTimeoutSeconds")
+
+
 def test_an_output_type_that_the_loss_cannot_give_is_refused_before_training(
     spark: SparkSession, refuse: Refuse
 ) -> None:

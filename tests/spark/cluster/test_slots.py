@@ -54,7 +54,7 @@ def test_executors_that_were_lost_and_not_replaced_are_an_error_with_numbers(
 
 def session_with(master: str, conf: dict[str, str]) -> Any:
     context = SimpleNamespace(master=master, _conf=conf)
-    return SimpleNamespace(sparkContext=context)
+    return SimpleNamespace(sparkContext=context, conf=conf)
 
 
 class Registering:
