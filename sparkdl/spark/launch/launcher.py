@@ -56,6 +56,9 @@ _UNREACHABLE = re.compile(
 )
 """How a task fails that could never reach the driver."""
 
+_FILE_GONE = re.compile(r"Stream '/artifacts/\S+' was not found")
+"""How a task fails that is to fetch a file which a Connect session has sent to its server."""
+
 
 def launch(workers: Workers, job: Job, spares: SpareTasks | None = None) -> Launch:
     """Prepare to start a job on workers; see ``driver.Launch``.
@@ -223,6 +226,13 @@ def as_training_error(
     text = str(error)
     if differing := setup_error(text, host):
         return differing
+    if gone := _FILE_GONE.search(text):
+        return TrainingError(
+            f"the Spark Connect server has lost a file that this session had sent to it: {gone[0]}."
+            " Spark has been seen to do so after df.cache() or persist(), and from then on no job "
+            "of this session finds it. Go on in a new session (spark.stop(), then create it again),"
+            " on rows that are not cached but written to a table"
+        )
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(
             f"{unreachable[1].strip()}. Executors must reach the driver on a port that it "

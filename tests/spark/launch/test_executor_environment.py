@@ -19,6 +19,7 @@ from sparkdl import GradientAllReduce, ParameterAveraging, TorchModel
 from sparkdl.errors import SetupError, TrainingError
 from sparkdl.spark.launch import environments
 from sparkdl.spark.launch.bootstrap import require
+from sparkdl.spark.launch.launcher import as_training_error
 from sparkdl.transport import local
 
 
@@ -143,6 +144,19 @@ def wrong_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("estimator.estimator", "spark.functions.run"):
         name = f"sparkdl.{module}.driver_hosts"
         monkeypatch.setattr(name, lambda spark: ("127.0.0.1", NOBODY))
+
+
+def test_a_file_that_a_connect_server_has_lost_is_told_with_the_way_out() -> None:
+    said = (
+        "Job aborted due to stage failure: Task 1 in stage 6.0 failed 4 times, most recent "
+        "failure: Lost task 1.3 in stage 6.0 (TID 14) (10.0.0.2 executor 1): "
+        "java.lang.RuntimeException: Stream '/artifacts/37d97b37-113e/files/sparkdl-2daeb1f3' was "
+        "not found."
+    )
+    error = as_training_error(RuntimeError(said))
+    assert type(error) is TrainingError
+    assert "has lost a file that this session had sent to it: Stream '/artifacts/37" in str(error)
+    assert "in a new session" in str(error)
 
 
 @pytest.mark.usefixtures("wrong_address")
