@@ -8,15 +8,15 @@ arrive at the same parameters.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from sparkdl.averager.coordination.committed import CommittedProgress
-from sparkdl.averager.run_events import WorkerState
 from sparkdl.driver import initial_center
 from sparkdl.events import WindowReport
 from sparkdl.feed.feed import Feed
@@ -37,12 +37,10 @@ def recorded_commits() -> Iterator[Commits]:
     commits: Commits = []
     commit = CommittedProgress.commit
 
-    def recording(
-        self: CommittedProgress, windows: Iterable[WindowReport], kept: Mapping[int, WorkerState]
-    ) -> None:
+    def recording(self: CommittedProgress, windows: Iterable[WindowReport], *rest: Any) -> None:
         windows = list(windows)
         commits.append(windows)
-        commit(self, windows, kept)
+        commit(self, windows, *rest)
 
     CommittedProgress.commit = recording  # type: ignore[method-assign]
     try:

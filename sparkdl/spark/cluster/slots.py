@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
-from sparkdl.arguments import counted
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.cluster import (
     count_running_tasks,
@@ -387,10 +386,10 @@ class SlotQueue:
         free = count_slots() - self._taken
         if workers > free:
             raise ConfigError(
-                f"a callback has started a run of {counted(workers, 'worker')} in the middle of "
-                f"its own fit, whose workers keep their slots until it ends, and {max(0, free):.0f}"
-                " are free: the two would wait for each other. Start it after fit has returned, or "
-                "set a smaller numWorkers"
+                f"a callback has started a run that needs slots for {workers} in the middle of its "
+                f"own fit, whose workers keep theirs until it ends, and {max(0, free):.0f} are "
+                "free: the two would wait for each other. Start it after fit has returned, or set "
+                "a smaller numWorkers"
             )
 
     @property

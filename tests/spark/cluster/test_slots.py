@@ -235,7 +235,7 @@ def test_a_run_from_within_another_is_refused_where_it_would_wait_for_that_one()
     """A callback's fit holds up the workers of its own fit, which leave when that has ended."""
     queue = SlotQueue()
     with queue.take(2, lambda: 3):
-        with pytest.raises(ConfigError, match=r"a run of 2 workers .* and 1 are free"):
+        with pytest.raises(ConfigError, match=r"needs slots for 2 .* and 1 are free"):
             queue.take(2, lambda: 3).__enter__()
         with queue.take(1, lambda: 3):
             pass
