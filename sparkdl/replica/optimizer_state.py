@@ -239,7 +239,7 @@ class OptimizerState:
                     self._reserved[parameter] = state
                 else:
                     self._stateless.add(parameter)
-        vars(optimizer).update(own)
+        put_back(vars(optimizer), own)
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             put_back(group, before)
 
@@ -260,7 +260,7 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_back(group: dict[str, Any], before: dict[str, Any]) -> None:
-    """Give a parameter group the hyperparameters that it had before, and no others."""
+    """Give a group, or an optimizer's attributes, what was there before, and nothing else."""
     for key in hyperparameters(group).keys() - before.keys():
         del group[key]
     group.update(before)
@@ -313,7 +313,6 @@ def build_optimizer(build: OptimizerBuilder, named: NamedParameters) -> torch.op
     # which the next optimizer is built, on the workers too.
     clones: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
-        for key, value in hyperparameters(group).items():
-            if isinstance(value, Tensor):
-                group[key] = clones.setdefault(value, value.clone())
+        if isinstance(rate := group.get("lr"), Tensor):
+            group["lr"] = clones.setdefault(rate, rate.clone())
     return optimizer

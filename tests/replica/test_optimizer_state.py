@@ -117,9 +117,10 @@ class CountsSteps(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         self.taken += 1
+        self.seen = getattr(self, "seen", 0) + 1  # made by the first step
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
-            group["lr"] = 0.1 / (group["count"] + self.taken)
+            group["lr"] = 0.1 / (group["count"] + self.taken + self.seen)
         return super().step(closure)
 
 
