@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from by_keyword import run
 from every_row import every
 from interruptions import policy, same_bits
+from observed import Free, Heard
 from support.faults import Proxy
 from torch import nn
 from toys import SGD, Data, classification, make_job, mlp, relative_error, union, windows_by_hand
@@ -26,13 +27,10 @@ from virtual_time import VirtualClock
 from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager
-from sparkdl.averager.coordination.run_state import Restart
-from sparkdl.averager.run_events import EpochValidated, Progress
-from sparkdl.averager.service.saving import Snapshot
+from sparkdl.averager.run_events import Progress
 from sparkdl.callbacks import Callback, Training
 from sparkdl.checkpoint.storage import CheckpointStore
 from sparkdl.driver import Outcome, serving
-from sparkdl.driver.resizing import Resize
 from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.shards import DataStatistics
@@ -48,24 +46,6 @@ pytestmark = pytest.mark.usefixtures("nobody_stays")
 ROWS = 48
 DATA = classification([ROWS])
 HELD = np.arange(ROWS) % 3 == 0
-
-
-@dataclass
-class Free:
-    """Slots that become free at the ends of epochs, as a list says."""
-
-    after: Sequence[int]
-    given: int = 0
-    ranks_a_task: int = 1
-    asked: int = field(default=0)
-
-    @property
-    def free(self) -> int:
-        self.asked += 1
-        return self.after[self.asked - 1] if self.asked <= len(self.after) else 0
-
-    def give(self) -> None:
-        self.given += 1
 
 
 def dealt(workers: int, data: Data = DATA) -> Data:
@@ -387,18 +367,6 @@ def test_a_worker_that_does_not_come_back_costs_the_epoch_that_it_was_lost_in(
     assert relative_error(outcome.module, one_process([3, 2, 2], SGD)) < 1e-6
 
 
-class Heard(Callback):
-    """What callbacks were told of each epoch, and which epochs a report would have shown then."""
-
-    def __init__(self) -> None:
-        self.told: list[EpochSummary] = []
-        self.recorded: list[list[int]] = []
-
-    def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-        self.told.append(summary)
-        self.recorded.append([each.epoch for each in training.recording.history])
-
-
 @pytest.mark.parametrize(
     ("held_out", "after", "workers", "started"),
     [(False, 2, [3, 3], [3]), (True, 1, [2, 2], [3, 2])],
@@ -453,115 +421,6 @@ def test_callbacks_and_history_have_the_same_numbers_if_a_worker_is_lost_after_i
     assert seen == started
 
 
-def test_an_epoch_whose_end_callbacks_are_about_to_hear_of_is_not_trained_again() -> None:
-    resize, averager = resizing(3, Free([]), max_workers=5)
-    averager.there = {0, 1}
-    assert resize.look(averager) is None
-    averager.at, averager.epochs_known = 60.0, 2
-    assert resize.look(averager) is None
-    averager.epoch = 3
-    assert resize.epoch_ended(averager, 2) is None
-    assert resize.look(averager) == "3 workers become 2"
-    assert resize.look(averager) is None, "the averager has been told to stop"
-    snapshot = resize.take()
-    assert snapshot is not None
-    assert snapshot.restart.progress is not None
-    assert snapshot.restart.progress.epoch == 3
-
-
-class Served:
-    """What a ``Resize`` asks of an averager."""
-
-    losses: Sequence[str] = ()
-    epoch, epochs_known = 2, 1
-
-    def __init__(self, workers: int) -> None:
-        self.world_size, self.there, self.at = workers, set(range(workers)), 0.0
-
-    def now(self) -> float:
-        return self.at
-
-    def snapshot(self) -> Snapshot:
-        progress = replace(Progress.start(self.world_size), epoch=self.epoch)
-        return Snapshot(center=[torch.zeros(2)], restart=Restart(progress=progress))
-
-
-def resizing(workers: int, slots: Free, **options: Any) -> tuple[Resize, Any]:
-    """What decides, having begun, and the averager that it looks at."""
-    resize = Resize(make_job(mlp(), epochs=9, **options), slots)
-    averager: Any = Served(workers)
-    resize.begin(averager)
-    return resize, averager
-
-
-def test_the_end_of_an_epoch_that_is_to_be_trained_again_is_not_told_of() -> None:
-    """It may have come between the decision and the averager's stop."""
-    resize, averager = resizing(3, Free([]), max_workers=5)
-    job, heard = make_job(mlp(), epochs=9, max_workers=5), Heard()
-    served = serving.Serving(
-        job, serving.Observers(callbacks=[heard]), Training(9), None, None, resize
-    )
-    averager.there = {0, 1}
-    resize.look(averager)
-    averager.at = 60.0
-    summary = EpochSummary(epoch=1, loss=0.5, examples=ROWS, rounds=4, seconds=1.0)
-    assert resize.look(averager)
-    served._note(averager, summary)
-    served._note(averager, EpochValidated(summary))
-    assert (heard.told, served.training.recording.history) == ([], [])
-
-
-def test_a_lost_worker_is_given_a_free_slot_before_the_others_go_on_without_it() -> None:
-    slots = Free([1] * 9)
-    resize, averager = resizing(3, slots, min_workers=2, max_workers=5)
-    for at, there, given, due in [
-        (0.0, {0, 1, 2}, 0, False),
-        (10.0, {0, 2}, 0, False),
-        (14.0, {0, 2}, 0, False),
-        (15.0, {0, 2}, 1, False),
-        (60.0, {0, 2}, 1, False),  # one slot is enough
-        (61.0, {0, 1, 2}, 1, False),
-        (62.0, {0}, 1, False),
-        (67.0, {0}, 3, False),
-        (300.0, {0}, 3, False),  # fewer than are allowed
-        (301.0, {0, 2}, 3, True),
-    ]:
-        averager.at, averager.there = at, there
-        reason = resize.look(averager)
-        assert (slots.given, reason is not None) == (given, due), at
-    assert reason == "3 workers become 2"
-    snapshot = resize.take()
-    assert snapshot.restart.progress is not None
-    assert len(snapshot.restart.progress.positions) == 2
-    assert resize.take() is None
-
-
-def test_no_checkpoint_of_rounds_that_are_given_up_is_taken_for_one_of_the_epochs_start() -> None:
-    resize, averager = resizing(3, Free([]), max_workers=5)
-    averager.there = {0, 1}
-    assert resize.look(averager) is None
-    averager.at = 60.0
-    assert resize.look(averager) == "3 workers become 2"
-    snapshot = resize.take()
-    assert snapshot is not None
-    assert not snapshot.restart.saved
-
-
-def test_of_tasks_with_several_workers_whole_ones_go_on() -> None:
-    resize, averager = resizing(6, Free([], ranks_a_task=2), max_workers=8)
-    averager.there = {0, 1, 2, 4, 5}
-    assert resize.look(averager) is None
-    averager.at = 60.0
-    assert resize.look(averager) == "6 workers become 4"
-
-
-def test_those_who_are_away_at_the_end_of_an_epoch_are_not_counted() -> None:
-    resize, averager = resizing(3, Free([1, 2]), max_workers=5)
-    averager.there = {0, 2}
-    assert resize.epoch_ended(averager, 2) is None
-    assert resize.epoch_ended(averager, 3) == "3 workers become 4"
-
-
 def test_sigterm_as_the_number_changes_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     class Terminates(Callback):
         def on_epoch(self, training: Training, summary: EpochSummary) -> None:
@@ -589,11 +448,6 @@ def _last_through(
     with first(averager):
         yield
     last.join(WAIT_S)
-
-
-def test_progress_is_dealt_to_others_only_between_epochs() -> None:
-    with pytest.raises(ValueError, match="3 rounds of epoch 1"):
-        replace(Progress.start(2), rounds=3).resized(4)
 
 
 def test_what_a_checkpoint_says_of_where_its_workers_began_is_checked() -> None:
