@@ -21,8 +21,14 @@ from sparkdl.averager.values.wire_format import SPARSE_CHANGES as SPARSE_CHANGES
 from sparkdl.averager.values.wire_format import Packing as Packing
 from sparkdl.averager.values.wire_format import WireFormat as WireFormat
 from sparkdl.strategies.all_reduce.adascale import AdaScale as AdaScale
+from sparkdl.strategies.all_reduce.compression import Compression as Compression
+from sparkdl.strategies.all_reduce.compression import Compressor as Compressor
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce as GradientAllReduce
 from sparkdl.strategies.all_reduce.hybrid import Hybrid as Hybrid
+from sparkdl.strategies.all_reduce.kfac import KFACPreconditioner as KFACPreconditioner
+from sparkdl.strategies.all_reduce.one_bit_adam import OneBitAdam as OneBitAdam
+from sparkdl.strategies.all_reduce.power_sgd import PowerSGD as PowerSGD
+from sparkdl.strategies.all_reduce.power_sgd import TopK as TopK
 from sparkdl.strategies.asynchronous_barriers import ASP as ASP
 from sparkdl.strategies.asynchronous_barriers import BSP as BSP
 from sparkdl.strategies.asynchronous_barriers import PBSP as PBSP
@@ -40,20 +46,14 @@ from sparkdl.strategies.asynchronous_sgd import (
 from sparkdl.strategies.base import Needs as Needs
 from sparkdl.strategies.base import Run as Run
 from sparkdl.strategies.base import Strategy as Strategy
-from sparkdl.strategies.color_trees import ColorTrees as ColorTrees
-from sparkdl.strategies.compression import Compression as Compression
-from sparkdl.strategies.compression import Compressor as Compressor
 from sparkdl.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
 from sparkdl.strategies.gossip_averaging import GossipAveraging as GossipAveraging
-from sparkdl.strategies.kfac import KFACPreconditioner as KFACPreconditioner
-from sparkdl.strategies.one_bit_adam import OneBitAdam as OneBitAdam
 from sparkdl.strategies.outer_optimizer import OuterOptimizer as OuterOptimizer
 from sparkdl.strategies.outer_optimizer import OuterSGD as OuterSGD
 from sparkdl.strategies.parameter_averaging import ParameterAveraging as ParameterAveraging
-from sparkdl.strategies.power_sgd import PowerSGD as PowerSGD
-from sparkdl.strategies.power_sgd import TopK as TopK
 from sparkdl.strategies.threshold_gradient_sharing import (
     ThresholdGradientSharing as ThresholdGradientSharing,
 )
+from sparkdl.strategies.worker_group import ColorTrees as ColorTrees
 
 __all__ = sorted(name for name in globals() if name[0].isupper())

@@ -30,8 +30,7 @@ from sparkdl.strategies.arguments import (
     require_everyone,
 )
 from sparkdl.strategies.base import Needs, PeriodicStrategy, Run, Strategy
-from sparkdl.strategies.color_trees import REDUCTION, ColorTrees, require_no_gpu
-from sparkdl.strategies.worker_group import WorkerGroup
+from sparkdl.strategies.worker_group import REDUCTION, ColorTrees, WorkerGroup, require_no_gpu
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from sparkdl.strategies import (
     PowerSGD,
     Strategy,
 )
-from sparkdl.strategies.color_trees import require_no_gpu
+from sparkdl.strategies.worker_group import require_no_gpu
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -1,1 +1,1 @@
-"""Synchronous SGD by an all-reduce of the gradients in every step, and AdaScale on top of it."""
+"""Synchronous SGD by an all-reduce of the gradients in every step, and what it does to them."""

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.collective import Collective
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.transform import Step, Transform
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.transform import Step, Transform
 from sparkdl.strategies.worker_group import WorkerGroup
 
 if TYPE_CHECKING:

@@ -24,9 +24,11 @@ from sparkdl.replica import Replica
 from sparkdl.replica.optimizer_state import NamedParameters, takes_names
 from sparkdl.replica.shards import ShardedSegment
 from sparkdl.strategies.all_reduce.chain import Divided, Reducer
+from sparkdl.strategies.all_reduce.compression import Compression
 from sparkdl.strategies.all_reduce.gradient_noise import DECAY, NoiseMeter
 from sparkdl.strategies.all_reduce.gradients import ROUNDED, FiniteGradients, reduce_by
 from sparkdl.strategies.all_reduce.hybrid import Hybrid
+from sparkdl.strategies.all_reduce.kfac import KFACPreconditioner
 from sparkdl.strategies.all_reduce.model_and_loss import (
     ForwardPass,
     ModelAndLoss,
@@ -46,10 +48,7 @@ from sparkdl.strategies.arguments import (
     whole,
 )
 from sparkdl.strategies.base import Needs, Run, Strategy
-from sparkdl.strategies.color_trees import REDUCTION, ColorTrees, require_no_gpu
-from sparkdl.strategies.compression import Compression
-from sparkdl.strategies.kfac import KFACPreconditioner
-from sparkdl.strategies.worker_group import WorkerGroup
+from sparkdl.strategies.worker_group import REDUCTION, ColorTrees, WorkerGroup, require_no_gpu
 
 NOT_TOGETHER = {
     "hybrid": {

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkdl.strategies.all_reduce.transform import Step, Transform
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.transform import Step, Transform
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 
 DECAY = 0.99

@@ -30,8 +30,8 @@ from torch.nn import functional
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica.strips import Rows, Strips
+from sparkdl.strategies.all_reduce.transform import Step, Transform
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.transform import Step, Transform
 from sparkdl.strategies.worker_group import Grid
 
 NO_ROWS, END = -1, -2

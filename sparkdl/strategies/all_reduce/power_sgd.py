@@ -25,8 +25,8 @@ from torch import Tensor
 
 from sparkdl.collective import Collective
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.compression import Compression, Compressor
 from sparkdl.strategies.arguments import argument, number, whole
-from sparkdl.strategies.compression import Compression, Compressor
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.kfac_layers import FactoredLayer, assign, factored_layers
+from sparkdl.strategies.all_reduce.transform import Step, Transform
 from sparkdl.strategies.arguments import (
     FRACTION,
     POSITIVE,
@@ -33,8 +35,6 @@ from sparkdl.strategies.arguments import (
     or_none,
 )
 from sparkdl.strategies.base import Run
-from sparkdl.strategies.kfac_layers import FactoredLayer, assign, factored_layers
-from sparkdl.strategies.transform import Step, Transform
 from sparkdl.strategies.worker_group import Grid
 
 EARLY_STEPS = 100

@@ -21,7 +21,7 @@ from toys import classification, cnn, make_job, mlp, relative_error, schema
 from trainings import MOMENTUM
 
 from sparkdl.strategies import GradientAllReduce, OneBitAdam, PowerSGD, Run, TopK, power_sgd
-from sparkdl.strategies.power_sgd import first_right, place_dtype
+from sparkdl.strategies.all_reduce.power_sgd import first_right, place_dtype
 from sparkdl.testing import run_world
 
 for module in (sys.modules[__name__], members):
