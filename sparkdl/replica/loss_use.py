@@ -29,7 +29,7 @@ from sparkdl.replica.replica import Replica
 ROWS = (11, 13, 17, 19)
 """Numbers of rows to try with: the first that is no width of the outputs."""
 EVEN = 6
-"""As many of either kind of made-up row; twice as many rows are these twice."""
+"""As many of either kind of made-up row; more of them are copies of these."""
 
 
 def require_own_targets(
@@ -88,26 +88,27 @@ def require_mean(loss: LossFunction, outputs: Any, batch: Batch, rows: int) -> N
     if is_known(loss) or batch.weights is not None:
         return
 
-    def twice(value: Any) -> Any:
-        is_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
-        return torch.cat([value, value]) if is_rows else value
+    def of_copies(number: int) -> Any:
+        def copied(value: Any) -> Any:
+            is_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
+            return torch.cat([value] * number) if is_rows else value
 
-    _require_not_twice(
-        lambda: loss(outputs, batch.targets),
-        lambda: loss(tree_map(twice, outputs), tree_map(twice, batch.targets)),
-    )
+        return loss(tree_map(copied, outputs), tree_map(copied, batch.targets))
+
+    _require_no_sum(of_copies)
 
 
-def _require_not_twice(loss: Callable[[], Any], of_doubled: Callable[[], Any]) -> None:
-    """Check that a loss is not half of that of the same rows, each there twice."""
+def _require_no_sum(of_copies: Callable[[int], Any]) -> None:
+    """Check that a loss is not as many times as large as there are copies of the same rows."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it will warn again
             # No numbers for a pair, whose sum may well be one.
-            once, twice = float(loss()), float(of_doubled())
+            once, *more = (float(of_copies(number)) for number in (1, 2, 3))
     except Exception:  # the user's loss may raise anything; it is called again, and reported
         return
-    if once and math.isfinite(once) and math.isclose(twice, 2 * once, rel_tol=1e-3):
+    grows = all(math.isclose(each, n * once, rel_tol=1e-3) for n, each in enumerate(more, 2))
+    if once and math.isfinite(once) and grows:
         raise ModelError(
             "the loss adds up the rows of a minibatch: it is twice as large if each of them is "
             "there twice. With several workers the sum over the rows of one is not that over all, "
@@ -135,9 +136,10 @@ def require_own_targets_in(
         if several:
             replica.module.eval()  # whose values are those of each row, without noise
             with torch.no_grad():
-                _require_not_twice(
-                    lambda: replica.loss_of(replica.outputs(few := batch_of(EVEN)), few),
-                    lambda: replica.loss_of(replica.outputs(many := batch_of(2 * EVEN)), many),
+                _require_no_sum(
+                    lambda number: replica.loss_of(
+                        replica.outputs(batch := batch_of(number * EVEN)), batch
+                    )
                 )
         return
     replica.module.train()
