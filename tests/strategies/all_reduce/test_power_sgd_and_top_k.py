@@ -20,7 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from toys import classification, cnn, make_job, mlp, relative_error, schema
 from trainings import MOMENTUM
 
-from sparkdl.strategies import GradientAllReduce, OneBitAdam, PowerSGD, Run, TopK, power_sgd
+from sparkdl.strategies import GradientAllReduce, OneBitAdam, PowerSGD, Run, TopK
+from sparkdl.strategies.all_reduce import power_sgd
 from sparkdl.strategies.all_reduce.power_sgd import first_right, place_dtype
 from sparkdl.testing import run_world
 
