@@ -27,7 +27,7 @@ from sparkdl.arguments import counted
 from sparkdl.checkpoint.module_files import read_json_object
 from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
 from sparkdl.dedup.hashing import hashes, persisted
-from sparkdl.dedup.pairs import Keys, near
+from sparkdl.dedup.pairs import conflicting, nearest
 from sparkdl.dedup.params import DedupParams
 from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of
 from sparkdl.errors import ConfigError, DataError
@@ -73,15 +73,13 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
 
     Attributes:
         found: what the fit found, among it the number of broken rows.
-        keys: by which pairs are found.
     """
 
-    def __init__(self, words: DataFrame | pa.Table, keys: Keys, found: Found) -> None:
+    def __init__(self, words: DataFrame | pa.Table, found: Found) -> None:
         super().__init__()
         self._set_declared_defaults()
         self._words = words
         self._dataset: DataFrame | None = None
-        self.keys = keys
         self.found = found
 
     @property
@@ -107,8 +105,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         return DirectoryWriter(self, self._write_found)
 
     def _write_found(self, directory: Path) -> None:
-        saved = {"found": asdict(self.found), "keys": asdict(self.keys)}
-        (directory / FOUND).write_text(json.dumps(saved, indent=2))
+        (directory / FOUND).write_text(json.dumps(asdict(self.found), indent=2))
         pq.write_table(table_of(self.words.select(*COLUMNS)), directory / HASHES)
 
     @classmethod
@@ -120,11 +117,10 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
     def _saved(cls, directory: Path, metadata: dict[str, Any]) -> Self:
         saved = read_json_object(directory / FOUND)
         try:
-            keys = Keys(**{**saved["keys"], "bands": tuple(saved["keys"]["bands"])})
             words = pq.read_table(directory / HASHES)
             if words.column_names != COLUMNS:
                 raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
-            return cls(words, keys, Found(**saved["found"]))
+            return cls(words, Found(**saved))
         except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
             raise ConfigError(f"the model in {directory} is damaged: {error}") from error
 
@@ -162,25 +158,20 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
                 )
         rows = hashes(dataset, self.getHash(), self.getInputCol(), self.getWithin(), keep)
         rows = _once_each(rows, keep).where("word is not null")
-        words = rows.groupBy("group", "word").agg(F.min("first").alias("least"))
-        same = "a.group <=> b.group"
-        pairs = near(words, kept, self.keys, self.getThreshold(), same)
-        nearest = pairs.groupBy("a.group", "a.word").agg(
-            F.min(F.struct("distance", "b.first")).alias("nearest"),
-            F.first("a.least").alias("least"),
-        )
+        words = rows.groupBy("group", "word").agg(F.min("first").alias("first"))
+        near = nearest(words, kept, self.getThreshold())
         if self._dataset is not None and (
             dataset is self._dataset or dataset.sameSemantics(self._dataset)
         ):
-            nearest = _of_same_ids(nearest, keep)
+            near = _of_same_ids(near, keep)
         found = rows.alias("r").join(
-            nearest.alias("n"), F.expr("r.group <=> n.group and r.word = n.word")
+            near.alias("n"), F.expr("r.group <=> n.group and r.word = n.word")
         )
-        others = found.where("not (n.nearest.distance = 0 and n.nearest.first = r.first)")
+        others = found.where("not (distance = 0 and kept = r.first)")
         return others.select(
             F.col("r.first").alias(keep),
-            F.col("n.nearest.first").alias(DUPLICATE_OF),
-            F.col("n.nearest.distance").alias(DISTANCE),
+            F.col("kept").alias(DUPLICATE_OF),
+            F.col("distance").alias(DISTANCE),
         )
 
     def conflicts(self) -> DataFrame:
@@ -194,10 +185,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         self._require_fitted()
         if self.getWithin() is None:
             raise ConfigError("without a column 'within', rows have no labels that could differ")
-        apart = "not (a.group <=> b.group) and a.first < b.first"
-        pairs = near(self.words, self.words, self.keys, self.getThreshold(), apart)
-        names = {"a.first": "row", "a.group": "label", "b.first": "other", "b.group": "other_label"}
-        return pairs.select(*(F.col(n).alias(to) for n, to in names.items()), "distance")
+        return conflicting(self.words, self.getThreshold())
 
     @jvm_named()
     def report(self, dataset: DataFrame | None = None) -> DuplicateReport:
@@ -232,7 +220,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         return DuplicateReport(self._summary(), kept, pairs, conflicts, number, values)
 
     def _summary(self) -> str:
-        found, keys = self.found, self.keys
+        found = self.found
         told = f"{counted(found.rows, 'row')} with {counted(found.different, 'different hash')}"
         if found.null:
             told += f"; {counted(found.null, 'null value')}, kept"
@@ -240,10 +228,7 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
             told += f"; {counted(found.broken, 'broken row')}, kept, first {found.first_broken}"
         if found.blank:
             told += f"; {counted(found.blank, 'image')} of a single grey value, all alike to a hash"
-        told += f". About {keys.comparisons:.2g} pairs were compared; the fullest key, of "
-        return told + (
-            f"{keys.agreeing} of {len(keys.bands)} bands, had about {keys.fullest:.2g} hashes."
-        )
+        return f"{told}."
 
     def _rows(self, dataset: DataFrame | None) -> DataFrame:
         known = self._dataset if dataset is None else dataset
@@ -298,7 +283,7 @@ def _once_each(rows: DataFrame, keep: str) -> DataFrame:
     return once.select("first", "group", checked.alias("word"))
 
 
-def _of_same_ids(nearest: DataFrame, keep: str) -> DataFrame:
+def _of_same_ids(near: DataFrame, keep: str) -> DataFrame:
     """The same hashes; if the rows of one no longer have the ids of the fit, the query fails.
 
     Otherwise no row might stay: each would be a duplicate of one that is not there.
@@ -306,12 +291,12 @@ def _of_same_ids(nearest: DataFrame, keep: str) -> DataFrame:
     said = F.concat(
         F.lit(f"column '{keep}' (keep) has other values than in fit: of the rows with one hash, "),
         F.lit("the first had "),
-        F.col("nearest.first").cast("string"),
+        F.col("kept").cast("string"),
         F.lit(" and now has "),
-        F.col("least").cast("string"),
+        F.col("first").cast("string"),
         F.lit(". Ids that are computed anew at each reading (monotonically_increasing_id) must "),
         F.lit("be saved with the rows before fit"),
     )
-    same = (F.col("nearest.distance") > 0) | F.col("nearest.first").eqNullSafe(F.col("least"))
-    checked = F.when(same, F.col("nearest.distance")).otherwise(F.raise_error(said).cast("int"))
-    return nearest.withColumn("nearest", F.struct(checked.alias("distance"), "nearest.first"))
+    same = (F.col("distance") > 0) | F.col("kept").eqNullSafe(F.col("first"))
+    checked = F.when(same, F.col("distance")).otherwise(F.raise_error(said).cast("int"))
+    return near.withColumn("distance", checked)

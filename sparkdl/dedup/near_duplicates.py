@@ -6,8 +6,6 @@ import logging
 import math
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 from pyspark.sql import DataFrame
@@ -17,24 +15,19 @@ from sparkdl.arguments import counted
 from sparkdl.dedup.columns import require_columns
 from sparkdl.dedup.hashing import hashes, imagehash, persisted
 from sparkdl.dedup.model import Found, NearDuplicatesModel
-from sparkdl.dedup.pairs import Keys, decided, keys_for
+from sparkdl.dedup.pairs import decided
 from sparkdl.dedup.params import DedupParams
 from sparkdl.encodings.images import pillow
 from sparkdl.errors import DataError
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.estimator.persistence import DirectoryWriter, StageReader
-from sparkdl.spark.catalyst.versions import table_of
 from sparkdl.spark.required import jvm_named, require_frame
 from sparkdl.spark.rows.packing import small_record_batches
 
 logger = logging.getLogger(__name__)
 
-SAMPLE = 20_000
-"""Words from which the keys are chosen."""
 ROWS_A_TASK = 20_000
 """Few enough that tasks take seconds."""
-FULL = 30_000
-"""Words that share a key, from which on the user is told."""
 
 
 @constructor()
@@ -78,37 +71,24 @@ class NearDuplicates(
             rows = hashes(dataset, kind, self.getInputCol(), self.getWithin(), self.getKeep())
             with persisted(rows):
                 counts = self._counted(rows)
-                # Of a frame that it keeps, Spark would read each of its 200 partitions in a task.
                 tasks = math.ceil(counts["rows"] / ROWS_A_TASK)
-                words = (
-                    rows.where("word is not null")
-                    .groupBy("group", "word")
-                    .agg(F.min("first").alias("first"), F.count("*").alias("rows"))
-                    .coalesce(tasks)
-                )
-                with persisted(words):
-                    model = self._decided(words, tasks, counts)
-        model._dataset = dataset
-        return self._copyValues(model)
-
-    def _decided(self, words: DataFrame, tasks: int, counts: dict[str, Any]) -> NearDuplicatesModel:
-        """Find the near pairs of the different hashes, now."""
+                words = decided(rows.where("word is not null"), tasks, self.getThreshold())
+                words.persist()
+                try:
+                    different = words.count()  # computed now, while the hashes are there
+                except BaseException:
+                    words.unpersist()
+                    raise
         found = Found(
             threshold=self.getThreshold(),
-            hash=self.getHash(),
+            hash=kind,
             grouped=self.getWithin() is not None,
-            different=words.count(),
+            different=different,
             **counts,
         )
-        keys = _keys(words, found.different, found.threshold)
-        near = decided(words, keys, found.threshold).coalesce(tasks)
-        model = NearDuplicatesModel(near.persist(), keys, found)
-        try:
-            model.words.count()  # computed now, while the hashes are there
-        except BaseException:
-            model.unpersist()
-            raise
-        return model
+        model = NearDuplicatesModel(words, found)
+        model._dataset = dataset
+        return self._copyValues(model)
 
     def _counted(self, rows: DataFrame) -> dict[str, Any]:
         """Count the rows, and those without a hash.
@@ -123,6 +103,7 @@ class NearDuplicates(
             F.count("fault").alias("broken"),
             F.count_if("blank").alias("blank"),
             F.count("first").alias("named"),
+            F.count_distinct("first").alias("different"),
             F.min_by(
                 F.struct("first", "fault"), F.when(F.col("fault").isNotNull(), F.col("first"))
             ).alias("first_broken"),
@@ -135,8 +116,10 @@ class NearDuplicates(
                 f"column '{keep}' (keep) is null in {counted(found.rows - found.named, 'row')}. "
                 "Fill it, or name another column"
             )
-        twice = rows.groupBy("first").count().where("count > 1").orderBy("first").first()
-        if twice is not None:
+        if found.different < found.rows:
+            counts = rows.groupBy("first").count().where("count > 1")
+            twice = counts.orderBy("first").first()
+            assert twice is not None
             raise DataError(
                 f"column '{keep}' (keep) must be unique, but {twice['count']} rows have "
                 f"{twice['first']!r}. Make a column that is, for example with "
@@ -159,22 +142,3 @@ class NearDuplicates(
             "null": found.rows - found.hashed - found.broken,
             "blank": found.blank,
         }
-
-
-def _keys(words: DataFrame, number: int, threshold: int) -> Keys:
-    """Choose keys from a sample that depends on the words alone; say if one is full."""
-    sample = words.orderBy(F.xxhash64("word"), "word", "first").limit(SAMPLE)
-    table = table_of(sample.select("group", "word"))
-    groups = pc.dictionary_encode(table["group"].combine_chunks(), null_encoding="encode").indices
-    codes = groups.to_numpy(zero_copy_only=False).astype(np.int64)
-    keys = keys_for(table["word"].to_numpy().astype(np.int64), codes, number, threshold)
-    if keys.fullest >= FULL:
-        logger.warning(
-            "about %.2g of %d different hashes agree in all bits of one key, so about %.2g pairs "
-            "are compared, which takes long. A smaller threshold, another hash, or a column for "
-            "'within' makes them fewer",
-            keys.fullest,
-            number,
-            keys.comparisons,
-        )
-    return keys

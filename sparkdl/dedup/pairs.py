@@ -1,24 +1,21 @@
-"""Near pairs of words, by plain SQL joins on their keys, and which words they leave.
+"""Near pairs of 64-bit words, and which words they leave.
 
 A word is kept if it is near no kept one before it: the lexicographically first maximal independent
 set of the graph of near pairs, and not one word of each connected component. Of a chain A-B-C, C
 stays if it is near B only.
 
-Keys of 64-bit words such that every pair within a distance has one in common.
-
-The bits are dealt to b bands. Two words that differ in at most t bits differ in at most t bands,
-so they agree on all bits of some b - t bands: the pigeonhole principle. With b = t + 1 a key is one
-band; with more bands keys are more, and longer, so that fewer pairs share one by chance. All pairs
-are found whatever the bands are; a sample decides only how many others are compared.
+Only words that share a key are compared, and every pair within a distance shares one. The bits are
+dealt to b bands. Two words that differ in at most t bits differ in at most t bands, so they agree
+on all bits of some b - t bands, which are the key: the pigeonhole principle. With more bands keys
+are more, and longer, so that fewer other pairs share one by chance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, count
 
 import numpy as np
 import pyarrow as pa
@@ -28,59 +25,216 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 MOST_KEYS = 300
-"""Of a word: each makes a row of Spark's join."""
-_ROW_COST = 40.0
-"""What a row of the join costs, in comparisons of two words."""
+"""Of a word: all words are sorted by each."""
+_SORT_COST = 60.0
+"""What sorting a word by a key costs, in comparisons of two words."""
+_SAMPLE = 20_000
+"""Words by which keys are chosen."""
+_BITS = (
+    np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8)).reshape(-1, 16).sum(axis=1)
+)
+"""How many bits are 1 in each number of two bytes."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Which bits of a word make its keys.
-
-    Attributes:
-        bands: disjoint sets of bits that are all 64 together, as masks.
-        agreeing: how many bands make a key.
-        comparisons: the pairs that share a key, estimated, once for each key that they share.
-        fullest: the most words that share one key, estimated.
-    """
-
-    bands: tuple[int, ...]
-    agreeing: int
-    comparisons: float = 0.0
-    fullest: float = 0.0
-
-    @property
-    def chosen(self) -> list[tuple[int, ...]]:
-        """The bands of each key."""
-        return list(combinations(range(len(self.bands)), self.agreeing))
-
-    @property
-    def masks(self) -> list[int]:
-        """The bits of each key."""
-        return [sum(self.bands[band] for band in bands) for bands in self.chosen]
-
-
-def keys_for(words: np.ndarray, groups: np.ndarray, rows: int, threshold: int) -> Keys:
-    """Choose the keys with which the fewest pairs are compared.
+def decided(rows: DataFrame, tasks: int, threshold: int) -> DataFrame:
+    """Say which words each threshold drops.
 
     Args:
-        words: a sample, shape (n,), int64.
-        groups: which of them are compared with each other, shape (n,), integers.
-        rows: how many words there are in all.
-        threshold: the largest number of bits in which a pair may differ, 0 to 63.
+        rows: columns ``group``, ``word``, and ``first``, unique.
+        tasks: in how many the groups are decided.
+        threshold: the largest.
+
+    Returns:
+        The different words of each group: columns ``group``, ``word``, ``first`` (the smallest),
+        ``rows`` (how many have it), and ``dropped``, a long whose bit t is 1 if threshold t drops
+        the word.
     """
-    best, least = None, math.inf
+    words = (
+        rows.repartition(tasks, "group")
+        .groupBy("group", "word")
+        .agg(F.min("first").alias("first"), F.count("*").alias("rows"))
+    )
+    schema = T.StructType([*words.schema.fields, T.StructField("dropped", T.LongType())])
+    sorted_words = words.sortWithinPartitions("group", "first")
+    return sorted_words.mapInArrow(partial(_decide, threshold), schema)
+
+
+def _decide(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for rows, words, groups in _partition(batches):
+        earlier, later, distance = near_pairs(words, groups, threshold)
+        order = np.argsort(later, kind="stable")
+        found, bits = dropped(earlier[order], later[order], distance[order], threshold)
+        every = np.zeros(len(words), np.int64)
+        every[found] = bits
+        yield from rows.append_column("dropped", pa.array(every)).to_batches()
+
+
+def nearest(words: DataFrame, kept: DataFrame, threshold: int) -> DataFrame:
+    """Find the nearest kept word of each word that is near one, the first of several.
+
+    Args:
+        words: columns ``group``, ``word``, unique together, and ``first``.
+        kept: likewise.
+        threshold: the largest distance.
+
+    Returns:
+        Columns ``group``, ``word``, ``first``, ``distance``, and ``kept``, that word's ``first``.
+    """
+    columns = ("group", "word", "first")
+    sides = [each.select(*columns, F.lit(n).alias("side")) for n, each in enumerate((words, kept))]
+    both = sides[0].unionByName(sides[1])
+    schema = T.StructType([both.schema[name] for name in columns])
+    schema = schema.add("distance", "integer").add("kept", both.schema["first"].dataType)
+    sorted_words = both.repartition("group").sortWithinPartitions("group", "first")
+    return sorted_words.mapInArrow(partial(_nearest, threshold), schema)
+
+
+def _nearest(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for rows, words, groups in _partition(batches):
+        sides = rows["side"].to_numpy()
+        first, second, distance = near_pairs(words, groups, threshold, sides)
+        swapped = sides[first] == 1
+        mine, other = np.where(swapped, (second, first), (first, second))
+        order = np.lexsort((other, distance, mine))
+        mine, other, distance = mine[order], other[order], distance[order]
+        least = np.flatnonzero(np.diff(mine, prepend=-1))
+        found = rows.drop_columns("side").take(mine[least])
+        found = found.append_column("distance", pa.array(distance[least], pa.int32()))
+        yield from found.append_column("kept", rows["first"].take(other[least])).to_batches()
+
+
+def conflicting(words: DataFrame, threshold: int) -> DataFrame:
+    """Find the near words of different groups.
+
+    Args:
+        words: columns ``group``, ``word``, unique together, and ``first``, unique.
+        threshold: the largest distance.
+
+    Returns:
+        Of each pair ``row`` and ``other``, the ``first`` of both, of which ``row`` is smaller,
+        ``label`` and ``other_label``, their ``group``, and ``distance``.
+    """
+    first, group = (words.schema[name].dataType for name in ("first", "group"))
+    schema = T.StructType().add("row", first).add("label", group)
+    schema = schema.add("other", first).add("other_label", group).add("distance", "integer")
+    gathered = words.select("group", "word", "first").repartition(1)
+    in_order = gathered.sortWithinPartitions("first")
+    return in_order.mapInArrow(partial(_conflicting, threshold), schema)
+
+
+def _conflicting(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for rows, words, groups in _partition(batches):
+        first, second, distance = near_pairs(words, np.zeros_like(groups), threshold, groups)
+        sides = [rows[name].take(side) for side in (first, second) for name in ("first", "group")]
+        names = ["row", "label", "other", "other_label", "distance"]
+        found = pa.Table.from_arrays([*sides, pa.array(distance, pa.int32())], names)
+        yield from found.to_batches()
+
+
+def _partition(
+    batches: Iterator[pa.RecordBatch],
+) -> Iterator[tuple[pa.Table, np.ndarray, np.ndarray]]:
+    """All rows of a partition, if there are any: with their words, and numbers of their groups."""
+    if received := [batch for batch in batches if batch.num_rows]:
+        rows = pa.Table.from_batches(received)
+        groups = rows["group"].combine_chunks()
+        codes = pc.dictionary_encode(groups, null_encoding="encode").indices
+        yield rows, rows["word"].to_numpy(), codes.to_numpy().astype(np.int64)
+
+
+def near_pairs(
+    words: np.ndarray, groups: np.ndarray, threshold: int, sides: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find the pairs of words of a group within a Hamming distance.
+
+    Args:
+        words: shape (n,), int64.
+        groups: only words of the same number are paired, shape (n,), int64.
+        threshold: the largest distance, 0 to 63.
+        sides: only words of different numbers are paired, shape (n,), integers; None for all.
+
+    Returns:
+        The indices of the earlier and of the later word of each pair, once, and their distance;
+        each of shape (pairs,).
+    """
+    found = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint8))]
+    masks = keys_for(words, groups, threshold)
+    for place, mask in enumerate(masks):
+        keys = words & mask
+        order = np.lexsort((keys, groups))
+        keys, of, sorted_words = keys[order], groups[order], words[order]
+        starts = np.flatnonzero((keys[1:] != keys[:-1]) | (of[1:] != of[:-1])) + 1
+        bounds = np.concatenate(([0], starts, [len(words)]))
+        ends = np.repeat(bounds[1:], np.diff(bounds))
+        left = np.arange(len(words))
+        for step in count(1):  # each word with the one so many places further on
+            left = left[left + step < ends[left]]
+            if not len(left):
+                break
+            differing = sorted_words[left] ^ sorted_words[left + step]
+            distance = bit_count(differing)
+            close = np.flatnonzero(distance <= threshold)
+            for earlier in masks[:place]:  # a pair counts with the first key that it shares
+                close = close[differing[close] & earlier != 0]
+            if not len(close):
+                continue
+            first, second = order[left[close]], order[left[close] + step]
+            if sides is not None:
+                apart = sides[first] != sides[second]
+                first, second, close = first[apart], second[apart], close[apart]
+            found.append((first, second, distance[close]))
+    first, second, distance = map(np.concatenate, zip(*found, strict=True))
+    return first, second, distance
+
+
+def bit_count(numbers: np.ndarray) -> np.ndarray:
+    """How many bits are 1 in each number, uint8, of shape (n,); ``numbers`` are int64."""
+    if hasattr(np, "bitwise_count"):
+        counts = np.bitwise_count(numbers.view(np.uint64))
+    else:  # numpy 1
+        counts = _BITS[numbers.view(np.uint16).reshape(-1, 4)].sum(axis=1, dtype=np.uint8)
+    return np.asarray(counts)
+
+
+def keys_for(words: np.ndarray, groups: np.ndarray, threshold: int) -> np.ndarray:
+    """Choose the keys that cost least, as a sample of the words says.
+
+    Args:
+        words: shape (n,), int64.
+        groups: which of them are compared with each other, shape (n,), int64.
+        threshold: the largest number of bits in which a pair may differ, 0 to 63.
+
+    Returns:
+        The bits of each key, int64. A single 0 compares all words of a group.
+    """
+    every = slice(None, None, max(len(words) // _SAMPLE, 1))
+    sample, of = words[every], groups[every]
+    best = np.zeros(1, np.int64)
+    least, before = _cost(best, sample, of, len(words)), math.inf
     for number in range(threshold + 1, 65):
-        keys = math.comb(number, threshold)
-        if best is not None and keys > MOST_KEYS:
+        if math.comb(number, threshold) > MOST_KEYS:
             break
-        found = _estimated(dealt(words, number), number - threshold, words, groups, rows)
-        cost = found.comparisons + keys * rows * _ROW_COST
-        if cost >= least:
+        bands = dealt(sample, number)
+        keys = [sum(chosen) for chosen in combinations(bands, number - threshold)]
+        masks = np.array(keys, np.uint64).view(np.int64)
+        cost = _cost(masks, sample, of, len(words))
+        if cost >= before:
             break
-        best, least = found, cost
-    assert best is not None
+        before = cost
+        if cost < least:
+            best, least = masks, cost
     return best
+
+
+def _cost(masks: np.ndarray, sample: np.ndarray, groups: np.ndarray, number: int) -> float:
+    """What finding the near pairs costs, in comparisons of two words."""
+    compared = 0.0
+    spread = groups * np.int64(-7046029254386353131)  # odd: groups stay apart
+    for mask in masks:
+        _, counts = np.unique((sample & mask) ^ spread, return_counts=True)
+        compared += float((counts * (counts - 1.0)).sum()) / 2
+    times = number / max(len(sample), 1)
+    return compared * times**2 + number * len(masks) * _SORT_COST
 
 
 def dealt(words: np.ndarray, bands: int) -> tuple[int, ...]:
@@ -97,130 +251,6 @@ def dealt(words: np.ndarray, bands: int) -> tuple[int, ...]:
         masks[band] |= 1 << (63 - bit)
         filled[band] = (filled[band][0] + round(float(entropy[bit]), 6), filled[band][1] + 1)
     return tuple(masks)
-
-
-def signed(mask: int) -> int:
-    """64 bits as the signed number that Spark and numpy have for them."""
-    return mask - (1 << 64) if mask >> 63 else mask
-
-
-def _estimated(
-    bands: Sequence[int], agreeing: int, words: np.ndarray, groups: np.ndarray, rows: int
-) -> Keys:
-    keys = Keys(tuple(bands), agreeing)
-    share = fullest = 0.0
-    pairs = max(len(words) * (len(words) - 1), 1)
-    spread = groups.astype(np.int64) * np.int64(-7046029254386353131)  # odd: groups stay apart
-    for mask in keys.masks:
-        _, counts = np.unique((words & np.int64(signed(mask))) ^ spread, return_counts=True)
-        share += float((counts * (counts - 1.0)).sum()) / pairs
-        fullest = max(fullest, float(counts.max(initial=0)) / max(len(words), 1))
-    every = rows * max(rows - 1.0, 0.0) / 2
-    return Keys(tuple(bands), agreeing, share * every, fullest * rows)
-
-
-def near(left: DataFrame, right: DataFrame, keys: Keys, threshold: int, where: str) -> DataFrame:
-    """Pairs of a word of each side within a Hamming distance, each once.
-
-    Args:
-        left: has a column ``word``; it is ``a`` from here on.
-        right: likewise, ``b``.
-        keys: made for this threshold or a larger one.
-        threshold: the largest distance.
-        where: what else must hold of a pair, in SQL.
-
-    Returns:
-        All columns of both, and ``distance``.
-    """
-    distance = "bit_count(a.word ^ b.word)"
-    pairs = (
-        _keyed(left, keys)
-        .alias("a")
-        .join(
-            _keyed(right, keys).alias("b"),
-            F.expr(
-                f"a.place = b.place and a.key = b.key and {where} "
-                f"and {distance} <= {threshold} and {_is_first_shared(keys)}"
-            ),
-        )
-    )
-    return pairs.withColumn("distance", F.expr(distance))
-
-
-def _keyed(words: DataFrame, keys: Keys) -> DataFrame:
-    """A row for each key of each word."""
-    each = ", ".join(f"word & {_long(mask)}" for mask in keys.masks)
-    return words.selectExpr("*", f"posexplode(array({each})) as (place, key)")
-
-
-def _is_first_shared(keys: Keys) -> str:
-    """Whether no earlier key is shared too: of the bands that agree, the first ones make it."""
-    agree = " | ".join(
-        f"if((a.word ^ b.word) & {_long(band)} = 0L, {_long(1 << index)}, 0L)"
-        for index, band in enumerate(keys.bands)
-    )
-    chosen = [sum(1 << band for band in bands) for bands in keys.chosen]
-    up_to_last = [(2 << max(bands)) - 1 for bands in keys.chosen]
-    return f"({agree}) & {_at_place(up_to_last)} = {_at_place(chosen)}"
-
-
-def _at_place(numbers: list[int]) -> str:
-    return f"element_at(array({', '.join(map(_long, numbers))}), a.place + 1)"
-
-
-def _long(bits: int) -> str:
-    return f"{signed(bits)}L"
-
-
-def decided(words: DataFrame, keys: Keys, threshold: int) -> DataFrame:
-    """Say which words each threshold drops.
-
-    Args:
-        words: columns ``group``, ``word``, unique together, and ``first``, unique.
-        keys: made for this threshold.
-        threshold: the largest.
-
-    Returns:
-        The same with a column ``dropped``, a long whose bit t is 1 if threshold t drops the word.
-    """
-    before, same = "a.first < b.first", "a.group <=> b.group and a.word < b.word"
-    pairs = near(words, words, keys, threshold, same).select(
-        F.col("a.group").alias("group"),
-        F.expr(f"if({before}, a.word, b.word)").alias("earlier"),
-        F.expr(f"if({before}, b.word, a.word)").alias("later"),
-        F.expr(f"if({before}, b.first, a.first)").alias("order"),
-        "distance",
-    )
-    sorted_pairs = pairs.repartition("group").sortWithinPartitions("group", "order")
-    kind = words.schema["group"]
-    schema = T.StructType(
-        [kind, T.StructField("word", T.LongType()), T.StructField("dropped", T.LongType())]
-    )
-    found = sorted_pairs.drop("order").mapInArrow(partial(_decide, threshold), schema)
-    joined = words.alias("w").join(
-        found.alias("f"), F.expr("w.group <=> f.group and w.word = f.word"), "left"
-    )
-    return joined.select("w.*", F.expr("coalesce(f.dropped, 0L)").alias("dropped"))
-
-
-def _decide(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Decide for each group of a partition, whose pairs follow each other."""
-    received = [batch for batch in batches if batch.num_rows]
-    if not received:
-        return
-    pairs = pa.Table.from_batches(received)
-    del received
-    groups = pairs["group"].combine_chunks()
-    codes = pc.dictionary_encode(groups, null_encoding="encode").indices.to_numpy()
-    earlier, later, distance = (pairs[n].to_numpy() for n in ("earlier", "later", "distance"))
-    changes = np.flatnonzero(codes[1:] != codes[:-1]) + 1
-    for start, end in pairwise([0, *changes.tolist(), len(codes)]):
-        one = slice(start, end)
-        words, bits = dropped(earlier[one], later[one], distance[one], threshold)
-        group = groups.take(pa.array(np.full(len(words), start)))
-        yield pa.RecordBatch.from_arrays(
-            [group, pa.array(words), pa.array(bits)], ["group", "word", "dropped"]
-        )
 
 
 def dropped(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import sys
 import unicodedata
 from typing import Any
@@ -19,8 +18,9 @@ from pictures import encoded
 from PIL import Image, ImageDraw, ImageOps
 
 from sparkdl import NearDuplicates
+from sparkdl.dedup import pairs
 from sparkdl.dedup.hashing import grey_images, hash_rows, imagehash, simhash
-from sparkdl.dedup.pairs import MOST_KEYS, dealt, keys_for, signed
+from sparkdl.dedup.pairs import MOST_KEYS, bit_count, dealt, keys_for, near_pairs
 from sparkdl.encodings import any_size
 from sparkdl.errors import SetupError
 
@@ -286,23 +286,49 @@ def margins(number: int) -> np.ndarray:
     return words(number) & np.int64(0x00FF00FF00000000)
 
 
-def one_group(sample: np.ndarray) -> np.ndarray:
-    return np.zeros(len(sample), dtype=np.int64)
+def copied(originals: np.ndarray) -> np.ndarray:
+    """The words, and each again with up to seven other bits."""
+    random = np.random.default_rng(1)
+    copies = originals
+    for _ in range(7):
+        flipped = np.uint64(1) << random.integers(64, size=len(copies), dtype=np.uint64)
+        copies = copies ^ flipped.view(np.int64)
+    return np.append(originals, copies)
 
 
-@every("threshold", range(32))
-def test_words_that_differ_in_any_so_many_bits_share_a_key(threshold: int) -> None:
-    random = np.random.default_rng(threshold)
-    for sample in (words(500), margins(500), words(0)):
-        keys = keys_for(sample, one_group(sample), 10**6, threshold)
-        masks = np.array([signed(each) for each in keys.masks], dtype=np.int64)
-        for _ in range(50):
-            flipped = random.choice(64, threshold, replace=False).tolist()
-            difference = np.int64(signed(sum(1 << bit for bit in flipped)))
-            assert (difference & masks == 0).any()
-        # The bits that are hardest to avoid: one in each band, as far as the threshold goes.
-        hit = sum(band & -band for band in keys.bands[:threshold])
-        assert (np.int64(signed(hit)) & masks == 0).any()
+@every("sort_cost", (0.0, 1e9))  # many keys; none
+def test_near_pairs_are_those_of_a_comparison_of_all(
+    sort_cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "_SORT_COST", sort_cost)
+    random = np.random.default_rng(2)
+    for threshold in (0, 1, 3, 7, 10, 31, 63):
+        for sample in (copied(words(150)), copied(margins(150)), words(1), words(0)):
+            groups, sides = random.integers(3, size=(2, len(sample)))
+            distance = bits_apart(sample[:, None], sample[None, :])
+            near = np.triu(distance <= threshold, 1) & (groups[:, None] == groups)
+            for apart in (None, sides):
+                wanted = near if apart is None else near & (sides[:, None] != sides)
+                first, second, found = near_pairs(sample, groups, threshold, apart)
+                order = np.lexsort((second, first))
+                assert np.array_equal(np.argwhere(wanted), np.stack([first, second], 1)[order])
+                assert np.array_equal(distance[first, second], found)
+
+
+def test_bits_are_counted_alike_without_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(np, "bitwise_count")
+    some = np.append(words(1_000), (0, -1))
+    assert bit_count(some).tolist() == [(each % 2**64).bit_count() for each in some.tolist()]
+
+
+def test_many_words_have_keys_and_few_are_compared_as_they_are() -> None:
+    for number, keys in ((300, 1), (1_000_000, 4)):
+        assert len(keys_for(words(number), np.zeros(number, np.int64), 3)) == keys
+    apart = np.arange(1_000_000)  # groups of one word
+    assert keys_for(words(1_000_000), apart, 3).tolist() == [0]
+    for threshold in range(32):
+        masks = keys_for(words(50_000), np.zeros(50_000, np.int64), threshold)
+        assert len(masks) <= MOST_KEYS
 
 
 @every("threshold", (0, 1, 3, 10, 31))
@@ -318,25 +344,3 @@ def test_each_bit_is_in_one_band(threshold: int) -> None:
 def test_bits_that_are_always_the_same_are_spread_over_the_bands() -> None:
     useful = [(band & 0x00FF00FF00000000).bit_count() for band in dealt(margins(1000), 4)]
     assert useful == [4, 4, 4, 4]
-
-
-def test_what_is_estimated_from_a_sample_is_so_for_all() -> None:
-    everything = margins(30_000)
-    keys = keys_for(everything[:3_000], one_group(everything[:3_000]), len(everything), 3)
-    pairs, fullest = 0.0, 0
-    for mask in keys.masks:
-        _, counts = np.unique(everything & np.int64(signed(mask)), return_counts=True)
-        pairs += float((counts * (counts - 1.0)).sum()) / 2
-        fullest = max(fullest, int(counts.max()))
-    assert 0.9 < keys.comparisons / pairs < 1.1
-    assert 0.5 < keys.fullest / fullest < 2
-
-
-def test_more_rows_have_longer_keys_until_there_are_too_many() -> None:
-    sample = words(20_000)
-    few, many = (keys_for(sample, one_group(sample), rows, 3) for rows in (10**6, 10**9))
-    assert (len(few.bands), few.agreeing) == (4, 1)
-    assert many.agreeing > 1
-    for threshold in range(32):
-        keys = keys_for(sample[:100], one_group(sample[:100]), 10**12, threshold)
-        assert len(keys.masks) == math.comb(len(keys.bands), threshold) <= MOST_KEYS

@@ -141,7 +141,6 @@ def test_a_hundred_thousand_equal_rows_are_one_hash(spark: SparkSession) -> None
     model = NearDuplicates(hash="given", within=None).fit(same)
     assert (model.found.rows, model.found.different) == (100_000, 1)
     assert ids(model.transform(same)) == [0]
-    assert model.keys.comparisons == 0
 
 
 THRESHOLD = 6
