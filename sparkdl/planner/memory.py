@@ -30,7 +30,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -265,9 +265,13 @@ def as_batch(example: Example) -> Batch:
     Raises:
         ConfigError: it is none.
     """
-    if not isinstance(example, Batch):
-        several = example if isinstance(example, (tuple, list, dict)) else (example,)
-        example = Batch(several if isinstance(several, dict) else tuple(several), (), last=False)
+    given: Any = example.features if isinstance(example, Batch) else example
+    several = given if isinstance(given, (tuple, list, dict)) else (given,)
+    features = several if isinstance(several, dict) else tuple(several)
+    if isinstance(example, Batch):
+        example = replace(example, features=features)
+    else:
+        example = Batch(features, (), last=False)
     leaves = [e for e in tree_leaves((example.features, example.targets)) if e is not None]
     rows = {len(e) if isinstance(e, Tensor) and e.dim() else 0 for e in leaves}
     if len(rows) != 1 or rows == {0}:

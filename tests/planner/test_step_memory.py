@@ -186,3 +186,14 @@ def test_weights_and_several_labels_are_rows_too() -> None:
     taken = rows_of(example, 5)
     for each in (taken.features[0], taken.targets[0], taken.weights):
         assert each.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_a_batch_may_hold_one_tensor_that_is_the_models_only_argument() -> None:
+    features, targets = torch.ones(2, 256), torch.zeros(2, dtype=torch.int64)
+    found, wanted = (
+        step_memory(
+            mlp(), Batch(each, targets, last=False), optimizer=ADAM, loss=nn.CrossEntropyLoss()
+        )
+        for each in (features, (features,))
+    )
+    assert found.peak(64) == wanted.peak(64)
