@@ -24,7 +24,12 @@ _SERVER, _TASK = os.getpid(), os.getppid()
 
 
 def _remove_socket() -> None:
-    """Remove the file of the socket: nobody else does if the task has been killed."""
+    """Remove the file of the socket: nobody else does if the task has been killed.
+
+    A rank runs what is registered here too, when its descriptor of that number is another file's.
+    """
+    if os.getpid() != _SERVER:
+        return
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(_LISTENER))) as listener:
         address = listener.getsockname()
         os.unlink(address)

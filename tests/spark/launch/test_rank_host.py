@@ -31,6 +31,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark import BarrierTaskContext
 from pyspark.sql import Row
+from subprocesses import printed_by
 from waiting import is_there
 
 from sparkdl.errors import DeadlineError, SparkDLError, TrainingError, WorkerError, WorkerLostError
@@ -172,6 +173,22 @@ def test_a_rank_finds_what_was_made_since_the_server_began_and_reads_no_zip_file
     assert _answer(io.BytesIO(told)) == ["found"]
 
     assert not again
+
+
+def test_the_end_of_a_rank_removes_no_socket_of_the_users(tmp_path: Path) -> None:
+    ended = """if True:
+        import atexit, os, socket, sys
+        from sparkdl.spark.launch import fork_server
+        users = socket.socket(socket.AF_UNIX)
+        users.bind(sys.argv[1])
+        fork_server._LISTENER = users.fileno()
+        if os.fork() == 0:
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.wait()
+        print(os.path.exists(sys.argv[1]))
+    """
+    assert printed_by("-c", ended, tmp_path / "socket") == "True\n"
 
 
 def test_rows_are_not_copied_on_the_way_to_a_rank() -> None:
