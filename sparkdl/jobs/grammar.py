@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -205,7 +206,8 @@ def read_settings(
     except (ConfigError, ValueError, TypeError) as error:
         raise ConfigError(without_secrets(str(error), plain)) from error
     if settings is None or "print_config" in flags:
-        print(help_of(job) if settings is None else yaml.safe_dump(plain, sort_keys=False))
+        as_file = yaml.safe_dump(_as_in_a_file(said), sort_keys=False)
+        print(help_of(job) if settings is None else as_file)
         raise SystemExit(0)
     settings.said = plain
     return settings
@@ -310,6 +312,18 @@ def _add(said: dict[str, Any], name: str, value: str) -> None:
     if last == "class_path":
         said.clear()  # another class has other arguments
     said[last] = Text(value)
+
+
+def _as_in_a_file(said: Any) -> Any:
+    """What a file has to say for the same, where a command line has YAML in one text."""
+    if isinstance(said, dict):
+        return {name: _as_in_a_file(each) for name, each in said.items()}
+    if isinstance(said, Text):
+        with suppress(YamlError):
+            if isinstance(found := parse(said), (dict, list)) or said in ("null", "~"):
+                return found
+        return str(said)
+    return said
 
 
 def _file(path: str) -> dict[str, Any]:

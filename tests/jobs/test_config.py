@@ -175,6 +175,26 @@ def test_the_digest_is_of_what_decides_the_output() -> None:
     assert predict != settings("--model", "x", job="predict").digest
 
 
+def test_what_is_printed_of_a_configuration_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        *("--config", CONFIG, "--estimator.epochs", "3", "--session.master", "null"),
+        *("--estimator.optimizer", "{class_path: torch.optim.SGD, init_args: {momentum: 0.9}}"),
+        *("--trust", "[flights, other]", "--run_id", "7"),
+    ]
+    with pytest.raises(SystemExit):
+        read_settings("train", [*given, "--print_config"])
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    again = read_settings("train", ["--config", str(tmp_path / "printed.yaml")])
+    wanted = read_settings("train", given)
+    assert (again.session, again.run_id) == (wanted.session, "7")
+    assert again.said["trust"] == ["flights", "other"]
+    estimators = again.build_estimator(), wanted.build_estimator()
+    assert len({estimator.getEpochs() for estimator in estimators}) == 1
+    assert len({str(estimator.getOptimizer()) for estimator in estimators}) == 1
+
+
 @every("job", ["train", "evaluate", "predict"])
 def test_help_is_short_enough_to_be_read(job: JobName, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
