@@ -310,6 +310,7 @@ def load_module(path: str | Path, *, trust: TrustArgument = False) -> nn.Module:
             architecture, which runs its author's code.
 
     Raises:
-        ConfigError: as in ``read_module``.
+        ConfigError: there is no saved model, it is damaged, its format is newer, or its architecture
+            is not trusted or cannot be imported.
     """
     return read_module(whole_directory(Path(path)), trust=trust).module

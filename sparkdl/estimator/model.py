@@ -255,9 +255,9 @@ class TorchModel(FittedModel, ChosenOutputs):
         """Make a model from a module that was trained elsewhere, to predict with it.
 
         Args:
-            module: any, on the CPU; it is not changed. When the model is saved, it is pickled
-                unless it consists of torch's own layers. A ``torch.export`` program needs none of
-                the code that it was written in; dimension 0 of its tensors must be dynamic.
+            module: any, on the CPU; it is not changed. When the model is saved, it is pickled. A
+                ``torch.export`` program needs none of the code that it was written in; dimension 0
+                of its tensors must be dynamic.
             example: what the module takes for one row or more, in tensors of shape (rows, ...): one
                 tensor, one per argument, or a dict by column name. Each row of a column must have
                 its shape there, and becomes a tensor of its dtype.
