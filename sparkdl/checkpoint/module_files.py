@@ -310,7 +310,7 @@ def load_module(path: str | Path, *, trust: TrustArgument = False) -> nn.Module:
             architecture, which runs its author's code.
 
     Raises:
-        ConfigError: there is no saved model, it is damaged, its format is newer, or its architecture
-            is not trusted or cannot be imported.
+        ConfigError: there is no saved model, it is damaged, of a newer format, or of an
+            architecture that is not trusted or cannot be imported.
     """
     return read_module(whole_directory(Path(path)), trust=trust).module
