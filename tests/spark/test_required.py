@@ -210,7 +210,7 @@ def setting(spark: SparkSession) -> Iterator[Setting]:
 
 def session(**conf: str) -> Any:
     settings = {name.replace("_", "."): value for name, value in conf.items()}
-    return SimpleNamespace(sparkContext=SimpleNamespace(_conf=settings))
+    return SimpleNamespace(conf={}, sparkContext=SimpleNamespace(_conf=settings))
 
 
 def test_any_setting_that_encrypts_sparks_connections_encrypts_ours() -> None:

@@ -219,9 +219,10 @@ def _setting_of_copy(spark: SparkSession, name: str) -> str | None:
 
 @with_fallback(_setting_of_copy)
 def setting(spark: SparkSession, name: str) -> str | None:
-    """A setting of a session's application; None if it has none."""
+    """A setting of a session's application, or one of ours in the session; None if it has none."""
+    own = spark.conf.get(name, None) if name.startswith("spark.sparkdl.") else None
     # ``getConf`` copies all settings to the JVM and back, which takes 10 ms.
-    return spark.sparkContext._conf.get(name)
+    return own or spark.sparkContext._conf.get(name)
 
 
 def _is_missing_name(error: Exception) -> bool:

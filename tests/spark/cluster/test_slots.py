@@ -310,7 +310,7 @@ def test_slots_are_those_for_what_each_worker_needs(monkeypatch: pytest.MonkeyPa
 
 def ports(text: str | None) -> tuple[int, int] | None:
     conf = {"spark.sparkdl.driver.port": text}
-    session: Any = SimpleNamespace(sparkContext=SimpleNamespace(_conf=conf))
+    session: Any = SimpleNamespace(conf=conf, sparkContext=SimpleNamespace(_conf={}))
     return driver_ports(session)
 
 

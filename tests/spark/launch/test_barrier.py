@@ -150,7 +150,7 @@ def test_slots_held_by_another_job_are_an_error_with_numbers_in_seconds(
 def test_a_range_of_ports_that_is_none_is_refused() -> None:
     for text in ("40000", "40100-40000", "0-10", "a-b", "1-70000"):
         conf = {"spark.sparkdl.collective.ports": text}
-        spark: Any = SimpleNamespace(sparkContext=SimpleNamespace(_conf=conf))
+        spark: Any = SimpleNamespace(conf=conf, sparkContext=SimpleNamespace(_conf={}))
         with pytest.raises(ConfigError, match="must be two ports such as '40000-40100'"):
             network_of(spark)
 
@@ -165,6 +165,11 @@ def test_interface_and_ports_come_from_the_spark_settings(
     monkeypatch.setattr(spark.sparkContext, "_conf", conf)
     assert network_of(spark).ports == (40000, 40100)
     assert network_of(spark).interface == "eth7"
+    spark.conf.set("spark.sparkdl.collective.interface", "eth9")  # in a session that runs
+    try:
+        assert network_of(spark).interface == "eth9"
+    finally:
+        spark.conf.unset("spark.sparkdl.collective.interface")
     chosen = network_of(spark, interface="eth8", ports="50000-50001")
     assert (chosen.interface, chosen.ports) == ("eth8", (50000, 50001))
 
