@@ -145,6 +145,7 @@ class Plan:
         )
         count = require_whole("workers", workers, 1)
         parts, alone = epoch(fitted, workers=count), epoch(fitted, workers=1)
+        limits = parts.seconds, epoch(low, workers=count).seconds
         error = math.hypot(MODEL_ERROR, self.profiles[0].spread or 0.0)
         return Prediction(
             workers=count,
@@ -152,8 +153,8 @@ class Plan:
             period=traffic.period,
             aggregation=where,
             parts=parts,
-            low=epoch(low, workers=count).seconds * (1 - error),
-            high=parts.seconds * (1 + error),
+            low=min(limits) * (1 - error),
+            high=max(limits) * (1 + error),  # for fewer workers than fitted, all of it fixed
             efficiency=alone.seconds / (count * parts.seconds),
             link="the workers' links" if traffic.through == "workers" else "the driver's link",
         )

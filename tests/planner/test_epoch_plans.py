@@ -86,6 +86,11 @@ def test_one_fit_leaves_open_how_much_of_a_round_is_bytes() -> None:
     assert Plan([profile(2)]).predict(2).seconds == pytest.approx(of_two().predict(2).seconds)
 
 
+def test_one_fit_leaves_that_open_for_fewer_workers_than_it_had_too() -> None:
+    one, truth = Plan([profile(2)]).predict(1), of_two().predict(1)
+    assert one.low < one.seconds < truth.seconds < one.high
+
+
 def test_a_slower_link_adds_what_its_bytes_take() -> None:
     plan = of_two(link="100 Mbit/s")
     steps = STEPS // 4
