@@ -223,11 +223,15 @@ def fastest_split(
 def _patterns(layers: Sequence[Layer]) -> list[str]:
     """Patterns that name different layers, those with the most gradients first."""
     sizes = {each.name: each.gradient_bytes for each in layers if each.splits}
-    around = {name.rsplit(".", up)[0] for name in sizes for up in range(1, name.count(".") + 1)}
-    folders = sorted((f"{each}.*" for each in around), key=lambda each: (-each.count("."), each))
-    found: dict[tuple[str, ...], str] = {}
-    for pattern in [*sizes, *folders, "*"]:
-        found.setdefault(tuple(fnmatch.filter(sizes, pattern)), pattern)
+    inside: dict[str, list[str]] = {}
+    for name in sizes:
+        for up in range(1, name.count(".") + 1):
+            inside.setdefault(f"{name.rsplit('.', up)[0]}.*", []).append(name)
+    folders = sorted(inside, key=lambda each: (-each.count("."), each))
+    found: dict[tuple[str, ...], str] = {(name,): name for name in sizes}
+    for pattern in folders:
+        found.setdefault(tuple(inside[pattern]), pattern)
+    found.setdefault(tuple(sizes), "*")
     most = sorted(found, key=lambda matched: -sum(sizes[name] for name in matched))
     return [found[matched] for matched in most[:TRIED]]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 from every_row import every
 from torch import nn
 
-from sparkdl.planner.balance import Layer, by_data, exchange, fastest_split, step
+from sparkdl.planner.balance import TRIED, Layer, by_data, exchange, fastest_split, step
 from sparkdl.planner.layers import layer_balance
 from sparkdl.planner.links import Link
 from sparkdl.strategies import Hybrid
@@ -120,6 +122,27 @@ def test_only_layers_that_can_be_split_are_named_by_a_pattern_that_names_no_othe
     ):
         split, _ = fastest_split(layers, 32, 8, 0.01, Link.parse("1 Gbit/s, 1 ms"))
         assert (split and split.layers) == pattern
+
+
+def test_of_many_layers_only_the_patterns_that_are_tried_are_matched_with_all_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matched, match = [], fnmatch.fnmatchcase
+
+    def counted(name: str, pattern: str) -> bool:
+        matched.append(pattern)
+        return match(name, pattern)
+
+    def filtered(names: Iterable[str], pattern: str) -> list[str]:
+        return [name for name in names if counted(name, pattern)]
+
+    monkeypatch.setattr(fnmatch, "fnmatchcase", counted)
+    monkeypatch.setattr(fnmatch, "filter", filtered)
+    layers = [linear(f"blocks.{index}.experts", 64, 64) for index in range(2 * TRIED)]
+    split, _ = fastest_split(layers, 1, 2, 1e-9, Link(1e6))
+    assert split is not None
+    assert split.layers == "blocks.*"
+    assert len(matched) == TRIED * len(layers)
 
 
 def test_a_balance_names_the_setting_in_words_and_counts_what_a_layer_hands_on() -> None:
