@@ -89,10 +89,9 @@ def indexed(
     wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
     if not texts:  # written as Spark does, not as Python does
-        numbers = [
-            F.lit(float(each)).cast("string").alias(f"l{i}") for i, each in enumerate(classes)
-        ]
-        names = list(dataset.sparkSession.range(1).select(*numbers).first() or ())
+        numbers = [(list(map(float, classes)),)]  # one value: thousands of columns take minutes
+        one = dataset.sparkSession.createDataFrame(numbers, "labels array<double>")
+        (names,) = one.select(F.col("labels").cast("array<string>")).collect()[0]
     lookup = StringIndexerModel.from_labels(names, _TEXT, _INDEX, handleInvalid="keep")
     found = lookup.transform(dataset.withColumn(_TEXT, wanted.cast("string")))
     index = F.col(f"`{_INDEX}`")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import Net
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from torch import Tensor, nn
 
 from sparkdl import TorchClassifier, TorchRegressor
@@ -210,6 +210,25 @@ def test_labels_that_are_known_have_their_index(spark: SparkSession) -> None:
     for name in ("a.text", "day", "flag"):
         labels = KNOWN[name][1]
         assert labels_of(rows, name) == (None if name == "flag" else labels)
+
+
+def test_spark_writes_all_numbers_among_the_labels_in_one_column(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark takes time by the square of the columns."""
+    selected: list[int] = []
+    frame = type(spark.range(1))  # of a classic session or of Spark Connect
+    select = frame.select
+
+    def counted(frame: DataFrame, *columns: Any) -> DataFrame:
+        selected.append(len(columns))
+        return select(frame, *columns)
+
+    monkeypatch.setattr(frame, "select", counted)
+    labels = [1e300, -0.5, *range(40)]
+    found, index = indexed(spark.createDataFrame([(39,), (0,)], "y int"), "y", labels)
+    assert max(selected) == 1
+    assert [row[index] for row in found.orderBy("y").collect()] == [2.0, 41.0]
 
 
 @every("name", ["a.b", "a`b", "*", "a b"])
