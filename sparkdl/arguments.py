@@ -22,6 +22,8 @@ from sparkdl.errors import ConfigError
 
 _SEEDS = range(-(2**63), 2**63)
 """What Spark, torch, numpy and Python all take."""
+LISTED = 50
+"""The most names that a message lists."""
 
 
 def plain(value: Any) -> Any:
@@ -113,6 +115,13 @@ def counted(number: int, noun: str) -> str:
     """So many of something, for a message: "1 row", "2000 rows", "3 hashes"."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "sh", "tch")) else "s"
     return f"{number} {noun}{ending}"
+
+
+def listed(shown: Iterable[str]) -> str:
+    """Names for a message, of thousands the first ones: "a, b, c and 997 more"."""
+    every = list(shown)
+    first = ", ".join(every[:LISTED])
+    return first if len(every) <= LISTED else f"{first} and {len(every) - LISTED} more"
 
 
 def convert_numbers(owner: Any, fields: Iterable[dataclasses.Field[Any]] | None = None) -> None:

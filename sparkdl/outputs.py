@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.masked import MaskedTensor
 
+from sparkdl.arguments import listed
 from sparkdl.errors import ModelError
 
 OutputKey = str | int
@@ -153,7 +154,7 @@ def described(value: Any) -> str:
         else f"{key!r} ({type(part).__name__})"
         for key, part in parts_of(value).items()
     )
-    return f"a {kind} of {', '.join(shown)}"
+    return f"a {kind} of {listed(shown)}"
 
 
 def form_of(tensor: Tensor) -> str:

@@ -17,11 +17,12 @@ from torch import nn
 
 import sparkdl
 from sparkdl import strategies
-from sparkdl.arguments import as_number, as_whole, counted, require_seed
+from sparkdl.arguments import LISTED, as_number, as_whole, counted, listed, require_seed
 from sparkdl.callbacks import EarlyStopping, TimeBudget
 from sparkdl.checkpoint.object_spec import save_object
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, ModelError
 from sparkdl.large_batches import LARS
+from sparkdl.outputs import pick
 
 FIVES: list[Any] = [
     *(5, 5.0, np.int8(5), np.uint64(5), np.float16(5), np.longdouble(5), np.array(5)),
@@ -145,6 +146,15 @@ def test_strategies_callbacks_and_optimizers_refuse_bools_as_numbers() -> None:
             make()
     assert strategies.GradientAllReduce(sync_batch_norm=np.True_).sync_batch_norm is True
     assert LARS([torch.zeros(1)], lr=np.float32(0.5)).defaults["lr"] == 0.5
+
+
+def test_a_message_lists_the_first_of_thousands_of_names() -> None:
+    names = [f"c{index}" for index in range(10_000)]
+    assert listed(iter(names[:3])) == "c0, c1, c2"
+    assert listed(names).endswith(f", c{LISTED - 1} and {10_000 - LISTED} more")
+    outputs = dict.fromkeys(names, torch.zeros(2))
+    with pytest.raises(ModelError, match=r"and 9950 more. Choose which of them transform adds"):
+        pick(outputs, None, 2)
 
 
 def test_counts_agree_with_their_nouns() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from sparkdl.arguments import counted
+from sparkdl.arguments import counted, listed
 from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.encodings import IMAGE
 from sparkdl.encodings.any_size import FITS
@@ -67,15 +67,15 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
         found = dict(example)
         if list(found) != list(names):
             raise ConfigError(
-                f"the example has {', '.join(map(repr, found))}, but the feature columns are "
-                f"{', '.join(map(repr, names))}. Name the same ones in the same order"
+                f"the example has {listed(map(repr, found))}, but the feature columns are "
+                f"{listed(map(repr, names))}. Name the same ones in the same order"
             )
     else:
         tensors = [example] if isinstance(example, Tensor) else list(example)
         if len(tensors) != len(names):
             raise ConfigError(
                 f"the example has {counted(len(tensors), 'tensor')} for "
-                f"{counted(len(names), 'feature column')}: {', '.join(names)}. Name one per "
+                f"{counted(len(names), 'feature column')}: {listed(names)}. Name one per "
                 "tensor: featuresCols=[...]"
             )
         found = dict(zip(names, tensors, strict=True))
@@ -84,7 +84,7 @@ def named_features(example: Example, names: Sequence[str]) -> dict[str, Tensor]:
         for tensor in found.values()
     }
     if len(rows) != 1 or rows == {0}:
-        shown = ", ".join(f"'{name}' {described(tensor)}" for name, tensor in found.items())
+        shown = listed(f"'{name}' {described(tensor)}" for name, tensor in found.items())
         raise ConfigError(
             "an example is the module's input for a few rows, each tensor of shape (rows, ...); "
             f"this one is {shown or 'empty'}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sparkdl.arguments import listed
 from sparkdl.outputs import described
 from sparkdl.protocols import Batch, ColumnSpec, Features, SequenceInput
 
@@ -89,7 +90,7 @@ def inputs_described(given: Features, features: Sequence[ColumnSpec]) -> str:
     """The dtypes and shapes of what a model was given, by name, for messages."""
     values = given.values() if isinstance(given, dict) else given
     named = zip(input_names(features), values, strict=True)
-    return ", ".join(f"'{name}' {described(each)}" for name, each in named)
+    return listed(f"'{name}' {described(each)}" for name, each in named)
 
 
 def model_inputs(

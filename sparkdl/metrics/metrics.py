@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparkdl.arguments import listed
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.events import EpochSummary, MetricValue
 from sparkdl.metrics.states import merge_states, pack_states, parts_of, read_states
@@ -248,7 +249,7 @@ def _plain(value: Any) -> MetricValue:
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(map(described, value)) if isinstance(value, tuple) else described(value)
+    return listed(map(described, value)) if isinstance(value, tuple) else described(value)
 
 
 def rehearse(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparkdl.arguments import counted
+from sparkdl.arguments import counted, listed
 from sparkdl.errors import DataError, ModelError
 from sparkdl.estimator.checks.building import reported
 from sparkdl.estimator.head import Head
@@ -176,10 +176,10 @@ class Trial:
         if self.schema.by_name and self.replica.features_as_kwargs:
             names = [f"{name}=..." for name in names]
         elif self.schema.by_name:
-            names = [f"{{{', '.join(f'{name!r}: ...' for name in names)}}}"]
-        given = ", ".join([*names, *(f"{name}=..." for name in labels)])
+            names = [f"{{{listed(f'{name!r}: ...' for name in names)}}}"]
+        given = listed([*names, *(f"{name}=..." for name in labels)])
         try:
-            taken = ", ".join(inspect.signature(self.replica.module.forward).parameters)
+            taken = listed(inspect.signature(self.replica.module.forward).parameters)
         except (TypeError, ValueError):  # a callable written in C may have no signature
             taken = "..."
         return (
@@ -271,7 +271,7 @@ def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> N
     ]
     if changed:
         raise ModelError(
-            f"the model's forward pass changes its parameters or buffers: {', '.join(changed)}. "
+            f"the model's forward pass changes its parameters or buffers: {listed(changed)}. "
             "The optimizer and the other workers only know those that exist when it is built. "
             "Create them all in __init__, with their final shapes, or give a function as model "
             "that builds it and calls it on a batch. Buffers that are caches may be registered "
@@ -297,10 +297,10 @@ def _ranges(specs: Sequence[ColumnSpec], statistics: Sequence[ColumnStatistics])
     ranges = []
     for spec, found in zip(specs, statistics, strict=True):
         if not spec.dtype.is_floating_point and found.smallest is not None:
-            ranges.append(f", '{spec.name}' from {_between(found, 'smallest', 'largest')}")
+            ranges.append(f"'{spec.name}' from {_between(found, 'smallest', 'largest')}")
         if spec.padding is not None:
-            ranges.append(f", '{spec.name}' of {_between(found, 'shortest', 'longest')} elements")
-    return "".join(ranges)
+            ranges.append(f"'{spec.name}' of {_between(found, 'shortest', 'longest')} elements")
+    return f", {listed(ranges)}" if ranges else ""
 
 
 def _between(found: ColumnStatistics, low: str, high: str) -> str:
@@ -322,5 +322,5 @@ def _extremes(statistics: ColumnStatistics, spec: ColumnSpec) -> Column:
 
 def _shapes(tensors: Features | Targets) -> str:
     if isinstance(tensors, dict):
-        return ", ".join(f"'{name}' {described(tensor)}" for name, tensor in tensors.items())
-    return ", ".join(map(described, tensors if isinstance(tensors, tuple) else (tensors,)))
+        return listed(f"'{name}' {described(tensor)}" for name, tensor in tensors.items())
+    return listed(map(described, tensors if isinstance(tensors, tuple) else (tensors,)))

@@ -13,6 +13,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from sparkdl.arguments import listed
 from sparkdl.encodings import arriving_as
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.packed import unpacked
@@ -157,7 +158,7 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
             for given in batches:
                 arrays = tuple(map(_without_decimals, given))
                 if len(arrays) != len(features):
-                    taken = ", ".join(each.name for each in features)
+                    taken = listed(each.name for each in features)
                     raise DataError(
                         f"the model was called with {len(arrays)} columns, but it takes "
                         f"{len(features)}: {taken}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sparkdl.arguments import listed
 from sparkdl.encodings import IMAGE, PIXELS, Encoding
 from sparkdl.encodings.any_size import FITS
 from sparkdl.encodings.scale import Scale
@@ -269,5 +270,5 @@ class ColumnOverrides:
             if unknown:
                 raise ConfigError(
                     f"{param} names '{unknown[0]}', which is not among the columns fed: "
-                    + ", ".join(names)
+                    + listed(names)
                 )

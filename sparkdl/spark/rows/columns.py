@@ -14,6 +14,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparkdl.arguments import listed
 from sparkdl.encodings import BYTES, NUMBERS, PIXELS, VECTOR, Encoding, pixels
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.feed.conversion import limits
@@ -246,7 +247,7 @@ def type_of(
     if not found:
         raise DataError(
             f"{param} names the column '{name}', which the DataFrame does not have. "
-            f"It has: {', '.join(frame.columns)}{fix}"
+            f"It has: {listed(frame.columns)}{fix}"
         )
     if len(found) > 1:
         raise DataError(
