@@ -10,6 +10,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pyarrow as pa
 import torch
 from pyspark.ml.feature import StringIndexerModel
 from pyspark.sql import DataFrame
@@ -21,6 +22,7 @@ from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.params.converters import INSTANTS, Label
 from sparkdl.protocols import UNKNOWN, ColumnSpec
+from sparkdl.spark.catalyst.versions import frame_of
 from sparkdl.spark.rows.columns import InputColumn, quoted
 
 _TEXT, _INDEX = "sparkdl: text of the label", "sparkdl: index of the label"
@@ -89,9 +91,9 @@ def indexed(
     wanted = quoted(column) if texts else quoted(column).cast("double")
     names = [str(each) for each in classes]
     if not texts:  # written as Spark does, not as Python does
-        numbers = [(list(map(float, classes)),)]  # one value: thousands of columns take minutes
-        one = dataset.sparkSession.createDataFrame(numbers, "labels array<double>")
-        (names,) = one.select(F.col("labels").cast("array<string>")).collect()[0]
+        # Of one row: Spark takes minutes for thousands of columns.
+        numbers = frame_of(dataset.sparkSession, pa.table({"l": [list(map(float, classes))]}))
+        ((names,),) = numbers.select(F.col("l").cast("array<string>")).collect()
     lookup = StringIndexerModel.from_labels(names, _TEXT, _INDEX, handleInvalid="keep")
     found = lookup.transform(dataset.withColumn(_TEXT, wanted.cast("string")))
     index = F.col(f"`{_INDEX}`")
