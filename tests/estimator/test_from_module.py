@@ -296,3 +296,31 @@ def test_a_stream_of_files_is_predicted_once_also_by_a_query_that_is_started_aga
     predicted = spark.read.parquet(str(tmp_path / "predicted"))
     assert predicted.count() == ROWS
     assert np.allclose(values(predicted), computed(module), atol=1e-6)
+
+
+class _Sum(nn.Module):
+    def forward(self, *columns: torch.Tensor) -> torch.Tensor:
+        return torch.stack(columns).sum(0)
+
+
+def test_the_schema_is_read_as_often_for_many_columns_as_for_few(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame of Spark Connect makes it anew each time."""
+    kind = type(spark.range(1))
+    schema, read = kind.__dict__["schema"], []
+
+    def counted(frame: DataFrame) -> Any:
+        read.append(frame)
+        return schema.__get__(frame, kind)
+
+    monkeypatch.setattr(kind, "schema", property(counted))
+    counts = []
+    for width in (3, 30):
+        names = [f"x{index}" for index in range(width)]
+        rows = spark.range(1).selectExpr(*(f"float(1) AS {name}" for name in names))
+        model = TorchModel.from_module(_Sum(), [torch.zeros(2)] * width, featuresCols=names)
+        read.clear()
+        model.transform(rows)
+        counts.append(len(read))
+    assert counts[0] == counts[1]

@@ -95,8 +95,10 @@ def prediction_columns(
         columns: the feature columns, in the order of the model's arguments.
         specs: the tensors that they become.
     """
+    # A Connect session's frame makes its schema anew each time.
+    kinds = {field.name: field.dataType for field in dataset.schema}
     sources = [
-        Source(f"c{index}", column.expression(), column.arriving(dataset.schema))
+        Source(f"c{index}", column.expression(), column.arriving(kinds))
         for index, column in enumerate(columns)
     ]
     inputs = packed_columns(sources, dataset.sparkSession)

@@ -5,7 +5,7 @@ Which Spark types arrive in which encoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -193,9 +193,9 @@ class InputColumn:
         column = quoted(self.name) if self.computed is None else self.computed()
         return column if self.cast is None else column.cast(self.cast)
 
-    def arriving(self, schema: T.StructType) -> T.DataType:
-        """The type of ``expression``, given the DataFrame's schema."""
-        return self.cast or schema[self.name].dataType
+    def arriving(self, kinds: Mapping[str, T.DataType]) -> T.DataType:
+        """The type of ``expression``, given those of the DataFrame's columns."""
+        return self.cast or kinds[self.name]
 
 
 def _as_declared(shape: Sequence[int]) -> list[int | None]:
