@@ -158,5 +158,5 @@ def run_tasks(workers: Workers, task: Task, read: Callable[[DataFrame | RDD[Row]
     spark = workers.frame.sparkSession
     frame = worker_frame(workers) if workers.columns else workers.frame
     barrier = is_of_connect(spark)
-    with small_record_batches(spark):
+    with small_record_batches(spark, len(workers.columns)):
         return read(on_tasks(frame, task, OUTPUT_DDL, barrier=barrier, profile=workers.profile))

@@ -17,6 +17,7 @@ from pyspark.sql import types as T
 from sparkdl.feed.packed import ORDER_COLUMN, unpacked
 from sparkdl.spark.catalyst import array_bytes
 from sparkdl.spark.rows.packing import (
+    COLUMN_BYTES,
     RECORD_BATCH_BYTES,
     SETTING,
     Source,
@@ -227,11 +228,14 @@ def test_record_batches_are_small_only_for_jobs_that_ask_for_it(
     before = sizes(wide)
     with small_record_batches(spark):
         small = sizes(wide)
+    with small_record_batches(spark, columns=1_024):
+        larger = sizes(wide)
     after = sizes(wide)
 
     assert before == after == [2000 * ROW_BYTES] * 2
     assert sum(small) == sum(before)
     assert RECORD_BATCH_BYTES / 2 < max(small) < 1.1 * RECORD_BATCH_BYTES
+    assert RECORD_BATCH_BYTES < max(larger) < 1.1 * 1_024 * COLUMN_BYTES
 
 
 def test_who_has_set_the_size_gets_it(spark: SparkSession, wide: DataFrame) -> None:
