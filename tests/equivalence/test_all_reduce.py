@@ -104,6 +104,12 @@ def as_one_process(model: nn.Module, sizes: list[int], name: str) -> nn.Module:
     return outcome.module
 
 
+def test_a_parameter_outside_the_last_loss_of_all_is_named_with_the_setting() -> None:
+    named = r"step 1: .*\('unused.weight', 'unused.bias'\).* find_unused_parameters=True"
+    with pytest.raises(WorkerError, match=named):
+        trained(classification([4, 4]), HalfUsed(), GradientAllReduce(), epochs=1)
+
+
 class UsedLater(HalfUsed):
     """Its second layer takes part from the third minibatch on."""
 

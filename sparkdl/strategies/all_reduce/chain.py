@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.collective import Collective
+from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies.all_reduce.transform import Step, Transform
@@ -113,6 +114,8 @@ class Reducer:
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if step.batch is not None:
                 run.count(step.batch, loss.detach())
+        if isinstance(self.model, DistributedDataParallel):
+            _require_reduced(self.model, replica)
         for each in self.chain:
             each.after_reduction(step)
         with collective.guarded("the exchange of parameter shards"):
@@ -128,3 +131,24 @@ class Reducer:
         """Resume from there."""
         for each in self.chain:
             each.restore(saved)
+
+
+def _require_reduced(model: DistributedDataParallel, replica: Replica) -> None:
+    """Check that the backward pass has reduced the gradients of all parameters.
+
+    DDP itself notices in its next forward pass, if there is one: until then this worker would have
+    stepped on gradients of its own, and others would wait for those that it does not send.
+
+    Raises:
+        ModelError: it has not, as some parameters took no part in the loss.
+    """
+    try:
+        model.reducer._check_reducer_finalized()
+    except RuntimeError:
+        unused = [f"'{name}'" for name, each in replica.named_trainable() if each.grad is None]
+        which = f" ({', '.join(unused[:5])}{', ...' if unused[5:] else ''})" if unused else ""
+        raise ModelError(
+            f"some parameters took no part in the loss of this minibatch{which}, but the other "
+            "workers wait for the gradients of all of them. Set find_unused_parameters=True, an "
+            "argument of the strategy, or have the model use every parameter in every minibatch"
+        ) from None
