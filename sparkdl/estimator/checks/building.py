@@ -74,11 +74,19 @@ def build(job: Job) -> Replica:
         return module
 
     def checked_optimizer(named_parameters: NamedParameters) -> torch.optim.Optimizer:
-        built = build_optimizer(job.optimizer, named_parameters)
+        named = list(named_parameters)
+        built = build_optimizer(job.optimizer, named)
         if not hasattr(built, "param_groups"):
             raise ModelError(
                 f"optimizer builds a {type(built).__name__}; it must return one "
                 f"torch.optim.Optimizer. {SEVERAL_OPTIMIZERS}"
+            )
+        stepped = {each for group in built.param_groups for each in group["params"]}
+        if stepped - {parameter for _, parameter in named}:
+            raise ModelError(
+                f"optimizer builds a {type(built).__name__} of parameters that are not those of "
+                "the replica, each of which has its own. Build it from the parameters that it is "
+                "given, for example partial(torch.optim.SGD, lr=0.1)"
             )
         return built
 

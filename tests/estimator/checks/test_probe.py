@@ -236,6 +236,12 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_way_out(make: Any, tol
         built(make)
 
 
+def test_an_optimizer_of_another_modules_parameters_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)
+    with pytest.raises(ModelError, match="builds a SGD of parameters that are not those of"):
+        built(lambda: nn.Linear(4, 3), optimizer=lambda parameters: optimizer)
+
+
 @every_row(
     (nn.CrossEntropyLoss(ignore_index=9), 9),
     (nn.CrossEntropyLoss(), -100),
