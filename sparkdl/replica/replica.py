@@ -159,6 +159,12 @@ class Replica:
         """Whether losses may have divisors of their own; on all workers alike."""
         return self._minibatch_loss.may_divide
 
+    @property
+    def has_own_module(self) -> bool:
+        """Whether no other replica has been made of the same module since."""
+        pairs = zip(self._trainable, self._homes, strict=True)
+        return all(parameter.data_ptr() == home.data_ptr() for parameter, home in pairs)
+
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates: those that required a gradient when built."""
         return self._trainable

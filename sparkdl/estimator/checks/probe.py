@@ -76,6 +76,13 @@ class Trial:
             DataError: the label is out of the model's range.
         """
         replica, batch, predicted = self.replica, self._rows(2), self._rows(PREDICTED_ROWS)
+        # The one that the driver has built since would begin where this one's step leads to.
+        if not replica.has_own_module:
+            raise ModelError(
+                "model is a function that returns the same module each time, but each replica "
+                "needs one of its own. Build the module in the function, or give the module "
+                "itself as model, which is copied"
+            )
         built = _shapes_of(replica.module)
         with borrowed_random_numbers():
             require_own_targets_in(replica, self._rows, scores=scores, several=several)

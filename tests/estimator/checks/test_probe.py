@@ -236,6 +236,15 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_way_out(make: Any, tol
         built(make)
 
 
+def test_a_function_that_returns_one_module_for_all_replicas_is_refused() -> None:
+    module, schema = nn.Linear(4, 3), FeedSchema((FEATURES,), LABEL)
+    before = module.weight.detach().clone()
+    replica, _ = built(lambda: module), built(lambda: module)
+    with pytest.raises(ModelError, match="returns the same module each time"):
+        Trial(replica, schema, [ColumnStatistics()] * 2).step(head_of(replica.loss))
+    assert torch.equal(module.weight, before)
+
+
 def test_an_optimizer_of_another_modules_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)
     with pytest.raises(ModelError, match="builds a SGD of parameters that are not those of"):
