@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +85,7 @@ class Trial:
                 "itself as model, which is copied"
             )
         built = _shapes_of(replica.module)
-        with borrowed_random_numbers():
+        with borrowed_random_numbers(), self._loss_as_it_was():
             require_own_targets_in(replica, self._rows, scores=scores, several=several)
             with torch.enable_grad():
                 replica.module.train()
@@ -139,6 +140,7 @@ class Trial:
                 "Set dropLast=True to leave such minibatches out, or another batchSize",
             ),
             borrowed_random_numbers(),
+            self._loss_as_it_was(),
             left_as_it_was(module),
             torch.no_grad(),
         ):
@@ -146,6 +148,11 @@ class Trial:
                 if isinstance(layer, _BatchNorm):
                     layer.forward = _as_it_is  # type: ignore[assignment, method-assign]
             self.replica.forward(self._rows(1))
+
+    def _loss_as_it_was(self) -> AbstractContextManager[None]:
+        """The loss is the user's own, not a copy, and may count its calls or keep class centers."""
+        own = self.replica.loss
+        return left_as_it_was(own) if isinstance(own, nn.Module) else nullcontext()
 
     def _rows(self, rows: int) -> Batch:
         """A minibatch of so many rows, each one of two; all of them weigh the same."""

@@ -245,6 +245,26 @@ def test_a_function_that_returns_one_module_for_all_replicas_is_refused() -> Non
     assert torch.equal(module.weight, before)
 
 
+class WarmsUp(nn.Module):
+    """Counts in its first calls for less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("share", torch.tensor(0.0))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        self.share += 0.01
+        return functional.cross_entropy(outputs, targets) * self.share.clamp(max=1)
+
+
+def test_a_loss_that_changes_with_each_call_is_as_it_was_after_the_trial() -> None:
+    loss = WarmsUp()
+    tried(nn.Linear(4, 3), loss)
+    assert (loss.calls, loss.share) == (0, 0)
+
+
 def test_an_optimizer_of_another_modules_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)
     with pytest.raises(ModelError, match="builds a SGD of parameters that are not those of"):
