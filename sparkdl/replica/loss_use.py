@@ -73,17 +73,20 @@ def require_own_targets(
             )
 
 
-def require_mean(loss: LossFunction, outputs: Any, batch: Batch, rows: int) -> None:
-    """Check that a loss of the user's does not add up the rows.
+def require_divisible(
+    loss: LossFunction, outputs: Any, batch: Batch, rows: int, *, several: bool
+) -> None:
+    """Check that a loss of the user's is a mean, or a pair of sums, of which strategies make one.
 
     Args:
         loss: the loss.
         outputs: what the model returns for the rows.
         batch: the rows' targets.
         rows: how many: the width of nothing.
+        several: whether there are several workers, without which it may be a sum.
 
     Raises:
-        ModelError: it is twice as large if each row is there twice.
+        ModelError: it is twice as large if each row is there twice, or one of a pair is not.
     """
     if is_known(loss) or batch.weights is not None:
         return
@@ -95,7 +98,28 @@ def require_mean(loss: LossFunction, outputs: Any, batch: Batch, rows: int) -> N
 
         return loss(tree_map(copied, outputs), tree_map(copied, batch.targets))
 
-    _require_no_sum(of_copies)
+    _require_sums(of_copies)
+    if several:
+        _require_no_sum(of_copies)
+
+
+def _require_sums(of_copies: Callable[[int], Any]) -> None:
+    """Check that a pair is twice as large, both of it, if each row is there twice."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it will warn again
+            # No pair has other than two, and these are numbers.
+            (total, weight), twice = (tuple(map(float, of_copies(number))) for number in (1, 2))
+    except Exception:  # the user's loss may raise anything; it is called again, and reported
+        return
+    for name, once, more in zip(("sum", "weight"), (total, weight), twice, strict=True):
+        if math.isfinite(once) and not math.isclose(more, 2 * once, rel_tol=1e-3, abs_tol=1e-9):
+            raise ModelError(
+                "the loss returns two numbers, which are taken for a sum and the weight to divide "
+                f"it by, but this {name} is {once:g} for some rows and {more:g} if each of them is "
+                "there twice. Return the sum over what counts, not its mean, and how much that "
+                "is; or the mean alone, without any other numbers"
+            )
 
 
 def _require_no_sum(of_copies: Callable[[int], Any]) -> None:
@@ -153,8 +177,7 @@ def require_own_targets_in(
         except Exception:  # the user's forward may raise anything; it is called again, and reported
             return
         require_own_targets(own, outputs, batch, rows, by_row=scores)
-        if several:
-            require_mean(own, outputs, batch, rows)
+        require_divisible(own, outputs, batch, rows, several=several)
 
 
 def require_own_scores(loss: LossFunction, outputs: Any, targets: Targets, rows: int) -> None:

@@ -289,6 +289,16 @@ def test_means_pairs_and_what_compares_rows_are_no_sums_over_rows(loss: Any) -> 
     require_own_targets_in(replica, made_up_codes, scores=False, several=True)
 
 
+@every_row(
+    (lambda o, t: (o[0].pow(2).mean(), torch.tensor(float(len(t)))), "this sum is"),
+    (lambda o, t: (o[0].pow(2).sum(), o[0].pow(2).mean()), "this weight is"),
+)
+def test_two_numbers_that_are_no_sum_and_weight_are_refused(loss: Any, named: str) -> None:
+    replica = Replica(Variational(), SGD, loss)
+    with pytest.raises(ModelError, match=f"{named} .* if each of them is there twice"):
+        require_own_targets_in(replica, made_up_codes, scores=False)
+
+
 class WithLoss(Variational):
     """Computes its own loss."""
 
