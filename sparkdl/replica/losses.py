@@ -233,9 +233,14 @@ class MinibatchLoss:
         if counts is None:
             found = self._loss(outputs, targets)
             return self._ratio(found, ()) if isinstance(found, tuple) else (found, None)
+        divisor = counts.sum(dtype=torch.float64)
         if isinstance(outputs, Tensor) and outputs.dtype in HALVES:
-            outputs = outputs.float()  # the sum of many labels would be rounded
-        return _ratio(self._sum(outputs, targets), counts.sum(dtype=torch.float64))
+            # The sum of many labels would be rounded.
+            if counts.dtype == outputs.dtype:  # class weights are of the outputs' dtype, or float32
+                values = self._of_rows(outputs, targets)
+                return _ratio(values.sum(dtype=torch.float32), divisor)
+            outputs = outputs.float()
+        return _ratio(self._sum(outputs, targets), divisor)
 
     def _in_shape(self, outputs: Any, targets: Targets) -> Targets:
         """One number per row in the shape of the outputs, (rows, 1) or (rows,), for torch's own."""

@@ -172,6 +172,14 @@ def test_a_row_of_weight_two_counts_like_two_rows(name: str) -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@every("dtype", [torch.float16, torch.bfloat16])
+def test_class_weights_may_be_in_half_precision_as_the_outputs_are(dtype: torch.dtype) -> None:
+    loss, batch = nn.CrossEntropyLoss(weight=WEIGHT.to(dtype)), Batch((FEATURES,), LABELS, True)
+    outputs = net()(FEATURES).to(dtype)
+    found, _ = MinibatchLoss(loss)(outputs, batch)
+    assert found.item() == pytest.approx(loss(outputs, LABELS).item(), rel=1e-2)
+
+
 @every("weights", [None, torch.ones(2), torch.zeros(2)])
 @every_row(
     (nn.CrossEntropyLoss(), [-100, -100]),
