@@ -86,7 +86,7 @@ def require_divisible(
         several: whether there are several workers, without which it may be a sum.
 
     Raises:
-        ModelError: it is twice as large if each row is there twice, or one of a pair is not.
+        ModelError: it is twice as large if each row is there twice, or one of a pair is the same.
     """
     if is_known(loss) or batch.weights is not None:
         return
@@ -104,7 +104,7 @@ def require_divisible(
 
 
 def _require_sums(of_copies: Callable[[int], Any]) -> None:
-    """Check that a pair is twice as large, both of it, if each row is there twice."""
+    """Check that neither of a pair stays the same if each row is there twice."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it will warn again
@@ -113,10 +113,10 @@ def _require_sums(of_copies: Callable[[int], Any]) -> None:
     except Exception:  # the user's loss may raise anything; it is called again, and reported
         return
     for name, once, more in zip(("sum", "weight"), (total, weight), twice, strict=True):
-        if math.isfinite(once) and not math.isclose(more, 2 * once, rel_tol=1e-3, abs_tol=1e-9):
+        if once and math.isclose(more, once, rel_tol=1e-3):
             raise ModelError(
                 "the loss returns two numbers, which are taken for a sum and the weight to divide "
-                f"it by, but this {name} is {once:g} for some rows and {more:g} if each of them is "
+                f"it by, but this {name} is {once:g} for some rows, and also if each of them is "
                 "there twice. Return the sum over what counts, not its mean, and how much that "
                 "is; or the mean alone, without any other numbers"
             )

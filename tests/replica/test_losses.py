@@ -295,7 +295,7 @@ def test_means_pairs_and_what_compares_rows_are_no_sums_over_rows(loss: Any) -> 
 )
 def test_two_numbers_that_are_no_sum_and_weight_are_refused(loss: Any, named: str) -> None:
     replica = Replica(Variational(), SGD, loss)
-    with pytest.raises(ModelError, match=f"{named} .* if each of them is there twice"):
+    with pytest.raises(ModelError, match=f"{named} .* also if each of them is there twice"):
         require_own_targets_in(replica, made_up_codes, scores=False)
 
 
