@@ -55,21 +55,28 @@ class RunJobs:
         """
         self._ended.clear()  # first: an interrupt may come as soon as the thread is there
 
-        def run() -> None:
+        def in_callers_group() -> None:
             with self._lock:
                 if self.ended:
                     return
                 self._begun = True
+            self._context.setJobGroup(self.group, self._description, interruptOnCancel=True)
+            self._context.addJobTag(self.tag)
+            body()
+
+        thread = InheritableThread(target=in_callers_group, name=f"{self.tag}-job", daemon=True)
+        inherit_and_run = thread.run
+
+        def run() -> None:
             try:
-                self._context.setJobGroup(self.group, self._description, interruptOnCancel=True)
-                self._context.addJobTag(self.tag)
-                body()
-            except Exception as error:  # whatever ends a Spark job
+                inherit_and_run()
+            except Exception as error:  # whatever ends a Spark job, or keeps it from beginning
                 failed(error)
             finally:
                 self._ended.set()
 
-        InheritableThread(target=run, name=f"{self.tag}-job", daemon=True).start()
+        thread.run = run  # type: ignore[method-assign] # around PySpark's part, which may fail too
+        thread.start()
 
     @property
     def ended(self) -> bool:

@@ -141,3 +141,23 @@ def test_a_spark_that_cancels_no_more_raises_nothing_in_its_place() -> None:
         goes_on.set()
         assert jobs.wait(PATIENCE_S)
         assert told == [error]
+
+
+def test_a_thread_that_cannot_inherit_the_callers_properties_tells_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Spark's JVM cannot be asked without a file descriptor, for example."""
+    refused = OSError("Too many open files")
+
+    class Disinherited(threading.Thread):
+        def __init__(self, target: Callable[[], None], **kwargs: Any) -> None:
+            super().__init__(target=self.inherit, **kwargs)
+
+        def inherit(self) -> None:
+            raise refused
+
+    monkeypatch.setattr(run_jobs, "InheritableThread", Disinherited)
+    jobs, told = jobs_on(Context()), list[Exception]()
+    jobs.start(lambda: None, told.append)
+    assert jobs.wait(PATIENCE_S)
+    assert told == [refused]
