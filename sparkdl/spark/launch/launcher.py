@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from functools import partial
 
-from pyspark.sql import Row
+from pyspark.sql import Row, SparkSession
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
@@ -23,7 +23,7 @@ from sparkdl.errors import (
 )
 from sparkdl.feed.shards import NO_ROWS
 from sparkdl.spark.arrival import Shipment
-from sparkdl.spark.catalyst.jvm import end_of_jvm
+from sparkdl.spark.catalyst.jvm import Py4JError, end_of_jvm, is_stopped
 from sparkdl.spark.cluster.run_jobs import JOB_END_S, RunJobs
 from sparkdl.spark.cluster.slots import require_free_slots
 from sparkdl.spark.diagnostics.console import display, echoes
@@ -58,6 +58,12 @@ _UNREACHABLE = re.compile(
 
 _FILE_GONE = re.compile(r"Stream '/artifacts/\S+' was not found")
 """How a task fails that is to fetch a file which a Connect session has sent to its server."""
+_STOPPED = (
+    "the Spark session was stopped while its job ran the workers: by spark.stop(), in another "
+    "thread or a callback, or because the cluster ended the application, as the driver's log then "
+    "says. Run this again in another session (sparkdl.create_session()): a fit with checkpointPath "
+    "goes on from its last checkpoint"
+)
 
 
 def launch(workers: Workers, job: Job, spares: SpareTasks | None = None) -> Launch:
@@ -189,7 +195,8 @@ class WorkerJob:
         self.fail(TrainingError(self.ended_early))
 
     def _failed(self, error: Exception) -> None:
-        self._error = as_training_error(error, lambda: host_of_last_failure(self.jobs))
+        host = partial(host_of_last_failure, self.jobs)
+        self._error = as_training_error(error, host, self._spark)
         self.fail(self._error)
 
     def _explained(self, error: SparkDLError) -> SparkDLError:
@@ -211,18 +218,24 @@ class WorkerJob:
 
 
 def as_training_error(
-    error: Exception, host: Callable[[], str | None] = lambda: None
+    error: Exception,
+    host: Callable[[], str | None] = lambda: None,
+    spark: SparkSession | None = None,
 ) -> SparkDLError:
     """Say why the Spark job failed, in our bootstrap's own words if the bootstrap refused.
 
     Args:
         error: what the job raised.
         host: finds out where a task of it failed.
+        spark: the session, if it is this process's own.
     """
     if isinstance(error, SparkDLError):
         return error
     if ended := end_of_jvm(error):
         return TrainingError(ended)
+    with suppress(Py4JError, OSError):
+        if spark is not None and is_stopped(spark):  # of which Spark says little, or nonsense
+            return TrainingError(_STOPPED)
     text = str(error)
     if differing := setup_error(text, host):
         return differing

@@ -159,6 +159,17 @@ def test_a_file_that_a_connect_server_has_lost_is_told_with_the_way_out() -> Non
     assert "in a new session" in str(error)
 
 
+def test_the_end_of_the_session_is_told_as_such_whatever_spark_raises() -> None:
+    class Stopped:
+        class sparkContext:
+            _jsc = None
+
+    said = "'NoneType' object has no attribute 'setLocalProperty'"
+    error = as_training_error(AttributeError(said), spark=Stopped())  # type: ignore[arg-type]
+    assert type(error) is TrainingError
+    assert str(error).startswith("the Spark session was stopped while its job ran the workers")
+
+
 @pytest.mark.usefixtures("wrong_address")
 @pytest.mark.parametrize(
     "strategy",
