@@ -99,12 +99,12 @@ class Acceptor:
         self._unauthenticated = UnauthenticatedConnections()
         with contextlib.ExitStack() as on_failure:
             listeners = [listen(host, ports, "spark.sparkdl.driver.port", BACKLOG)]
-            on_failure.callback(listeners[0].close)
+            on_failure.callback(_end_listening, listeners[0])
             self.number: int = listeners[0].getsockname()[1]
             known_as = advertised_host or host
             if not encrypted and (beside := local.listen(known_as, self.number, token, BACKLOG)):
                 listeners.append(beside)
-                on_failure.callback(beside.close)
+                on_failure.callback(_end_listening, beside)
             self._selector = on_failure.enter_context(selectors.DefaultSelector())
             self._waker, woken = (on_failure.enter_context(end) for end in socket.socketpair())
             self._selector.register(woken, selectors.EVENT_READ)
@@ -238,6 +238,13 @@ class Acceptor:
     def _remove(self, connection: Unauthenticated) -> None:
         self._unauthenticated.remove(connection)
         self._selector.unregister(connection.socket)
+
+
+def _end_listening(listener: socket.socket) -> None:
+    """Close a socket, whose address is then free, even if a process forked meanwhile has it too."""
+    with contextlib.suppress(OSError):  # not every system knows this of a listening socket
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import resource
 import socket
@@ -247,6 +248,24 @@ def test_a_thread_that_cannot_be_started_keeps_nobody_else_out(
         assert join(port, clock) < JOINS_S
     assert not failures
     assert "could not be served: can't start new thread" in caplog.text
+
+
+def test_a_port_is_free_again_although_a_process_that_was_forked_meanwhile_lives_on() -> None:
+    """A pool of processes that a callback has started, for example."""
+    wait, leave = os.pipe()
+    first = Port(HOST, TOKEN, greet)
+    child = os.fork()
+    if not child:
+        os.close(leave)
+        os.read(wait, 1)
+        os._exit(0)
+    try:
+        first.close()
+        Port(HOST, TOKEN, greet, ports=(first.number, first.number)).close()
+    finally:
+        os.close(leave)
+        os.close(wait)
+        os.waitpid(child, 0)
 
 
 def test_a_port_that_cannot_start_its_thread_leaves_nothing_open(
