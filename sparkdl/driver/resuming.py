@@ -24,7 +24,12 @@ from sparkdl.averager.service.server import Averager
 from sparkdl.checkpoint.identity import describe, describe_model, describe_optimizer, text_of
 from sparkdl.checkpoint.policy import CheckpointPolicy, difference, refuse, require_same
 from sparkdl.checkpoint.storage import CheckpointStore
-from sparkdl.errors import CheckpointError, PreemptedError
+from sparkdl.errors import (
+    CheckpointError,
+    CollectiveError,
+    PreemptedError,
+    WorkerLostError,
+)
 from sparkdl.feed.schema import FeedSchema
 from sparkdl.feed.shards import DataStatistics
 from sparkdl.protocols import ColumnSpec, Layout
@@ -317,25 +322,31 @@ def saved_on_sigterm(averager: Averager, plan: CheckpointPlan | None) -> Iterato
     """On SIGTERM, write a checkpoint, then exit as a terminated process does.
 
     It waits for the next commit, because there the workers' states match the center; if none comes
-    in time, the last one is written without them. A handler set by the user stays in place.
+    in time, or the workers have left already, the last one is written without them. A handler set
+    by the user stays in place.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if plan is None or not in_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
-    told_to_end = PreemptedError("the driver received SIGTERM")
+    told_to_end, received = PreemptedError("the driver received SIGTERM"), threading.Event()
     timer = threading.Timer(SIGTERM_S, averager.fail, [told_to_end])
     timer.name, timer.daemon = "sparkdl-sigterm", True
 
     def on_sigterm(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        received.set()
         averager.save_and_fail(told_to_end)
         timer.start()
 
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
         yield
-    except PreemptedError:
+        if received.is_set():
+            raise told_to_end
+    except (PreemptedError, WorkerLostError, CollectiveError):
+        if not received.is_set():
+            raise
         if not averager.progress.all_rounds:
             logger.warning("received SIGTERM before anything was committed")
         elif averager.save_center():

@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from sparkdl.checkpoint.state_files import save_state
 from sparkdl.checkpoint.storage import CheckpointStore, Contents, _Hashed
 from sparkdl.driver.resuming import require_progress, require_same_rows
 from sparkdl.durable.local_files import LocalFiles
-from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError, WorkerLostError
 from sparkdl.events import EpochSummary, WindowReport, WindowSums
 from sparkdl.feed.column_statistics import ColumnStatistics
 from sparkdl.feed.shards import DataStatistics
@@ -243,6 +244,31 @@ def test_a_center_is_saved_beside_a_writer_that_is_not_done(
         run_world(job, data.shards(), checkpoints=policy(tmp_path / "c"), on_event=on_event)
     there = sorted(entry.name[:17] for entry in (tmp_path / "c").iterdir())
     assert there == ["checkpoint-000001", "checkpoint-000002"]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_sigterm_as_the_workers_leave_ends_the_driver_too(tmp_path: Path, lost: bool) -> None:
+    """A cluster that is shut down ends the workers, and just after them the driver."""
+    strategy = GradientAllReduce() if lost else ParameterAveraging()
+    job, data = make_job(mlp(), epochs=2, strategy=strategy), classification([12])
+    start = _threads(job, data.shards(), tmp_path)
+
+    @contextmanager
+    def terminated_at_the_end(averager: Averager) -> Iterator[None]:
+        try:
+            with start(averager):
+                yield
+        finally:
+            terminate()
+
+    def lose(event: object) -> None:
+        if lost and isinstance(event, EpochSummary):
+            raise WorkerLostError("its host was shut down")
+
+    with pytest.raises(SystemExit) as ended:
+        run(job, 1, terminated_at_the_end, checkpoints=policy(tmp_path / "c"), on_event=lose)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert epochs_saved(tmp_path / "c") == (1 if lost else 2)
 
 
 def test_a_checkpoint_that_waits_for_a_worker_when_the_run_fails_leaves_no_files(
