@@ -17,6 +17,8 @@ import pytest
 from pyspark.sql import SparkSession
 from subprocesses import printed_by
 
+from sparkdl.spark.sending import ISOLATION
+
 TOKEN = "of the tests"
 CLIENT_PYTHON = os.environ.get("CLIENT_PYTHON", sys.executable)
 
@@ -54,6 +56,7 @@ def connect_address(spark: SparkSession) -> Iterator[str]:
     context: Any = spark.sparkContext._jsc.sc()  # type: ignore[union-attr]
     context.conf().set("spark.connect.grpc.binding.port", "0")
     context.conf().set("spark.connect.authenticate.token", TOKEN)
+    context.conf().set(ISOLATION, "true")  # as Spark's own program that starts one does
     service.start(context)
     yield f"sc://localhost:{service.localPort()}/;token={TOKEN}"
     none = spark.sparkContext._jvm.scala.Option.apply(None)

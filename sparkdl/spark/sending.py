@@ -15,15 +15,25 @@ from weakref import WeakKeyDictionary
 from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import SparkSession
 
+from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.broadcasts import broadcast, destroy
-from sparkdl.spark.catalyst.jvm import Broadcast, SparkFiles, is_of_connect
+from sparkdl.spark.catalyst.jvm import Broadcast, SparkFiles, is_of_connect, setting
 
 PIECE_BYTES = 8 << 20
 """The size of the files in which more travels: what has changed changes few of them."""
 MOST_IN_A_TASK = 8 << 20
-"""The most bytes that travel with the function itself; a Connect server takes 128 MiB at once."""
+"""The most bytes that travel with the function itself, which Spark sends again with each task."""
+MOST_WITHOUT_FILES = 96 << 20
+"""The same where a Connect server shares files; it takes 128 MiB at once."""
 MOST_IN_A_COMMAND = 1 << 20
 """The same in a driver, where PySpark broadcasts larger functions and leaves their files behind."""
+ISOLATION = "spark.sql.artifact.isolation.enabled"
+"""A setting of a Connect server: whether each session has files of its own.
+
+PySpark switches it off, so it is off where a PySpark program has started the server. All jobs of
+all sessions then fetch all files, and fail once a session that has sent some has ended, or a copy
+that Spark has made of it to cache a frame.
+"""
 
 _arrived: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """The files that each Connect session has sent to its server, which keeps them as long as it."""
@@ -62,7 +72,11 @@ def broadcast_scope(spark: SparkSession) -> Any:
 
 
 def send(spark: SparkSession, content: bytes) -> SentBytes:
-    """Send bytes to the executors of a session, for as long as anything there refers to them."""
+    """Send bytes to the executors of a session, for as long as anything there refers to them.
+
+    Raises:
+        ConfigError: they are too many for a Connect server that shares files among its sessions.
+    """
     if is_of_connect(spark):
         return _in_pieces(spark, content)
     return broadcast(spark.sparkContext, content)
@@ -82,6 +96,16 @@ def lent(spark: SparkSession, content: bytes) -> Iterator[SentBytes]:
 
 
 def _in_pieces(spark: SparkSession, content: bytes) -> InPieces:
+    if len(content) > MOST_IN_A_TASK and setting(spark, ISOLATION) == "false":
+        if len(content) > MOST_WITHOUT_FILES:
+            raise ConfigError(
+                f"{len(content) / 1e6:.0f} MB are to be sent to the executors. Over Spark Connect, "
+                f"more than {MOST_WITHOUT_FILES / 1e6:.0f} MB travel as files of the session, but "
+                f"on this server {ISOLATION} is false: files are shared among sessions, and when "
+                "one of those ends, all others' jobs fail. Start the server with "
+                f"{ISOLATION}=true, as sbin/start-connect-server.sh does"
+            )
+        return InPieces((), content)
     pieces = [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
     rest = pieces.pop() if pieces and len(pieces[-1]) <= MOST_IN_A_TASK else b""
     # Named after what they hold: an artifact cannot be replaced.

@@ -225,6 +225,7 @@ class Session:
 
     def __init__(self, server: Path) -> None:
         self.server, self.received = server, list[bytes]()
+        self.conf = {sending.ISOLATION: "true"}
 
     def addArtifacts(self, *paths: str, file: bool) -> None:
         for path in map(Path, paths):
@@ -255,6 +256,19 @@ def test_a_client_sends_the_same_part_of_a_payload_once(
     monkeypatch.setattr(sending, "MOST_IN_A_TASK", 0)
     assert send(session, b"aaaazz").value == b"aaaazz"  # type: ignore[arg-type]
     assert session.received == [b"ffff", b"zz"]
+
+
+def test_no_file_is_sent_to_a_server_that_shares_files_among_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "MOST_IN_A_TASK", 4)
+    monkeypatch.setattr(sending, "MOST_WITHOUT_FILES", 8)
+    session = Session(tmp_path)
+    session.conf[sending.ISOLATION] = "false"
+    assert send(session, b"aaaabbbb").value == b"aaaabbbb"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Start the server with spark\.sql\.artifact\.isolation"):
+        send(session, b"aaaabbbbc")  # type: ignore[arg-type]
+    assert not session.received
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -39,7 +39,7 @@ from sparkdl.spark.diagnostics.watchdog import watched
 from sparkdl.spark.launch.environments import setup_error, task_of
 from sparkdl.spark.launch.spare_tasks import SpareTasks
 from sparkdl.spark.launch.worker_rows import Task, Workers, run_tasks
-from sparkdl.spark.sending import lent
+from sparkdl.spark.sending import ISOLATION, lent
 from sparkdl.spark.shipping import ship
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.needed_modules import pickled
@@ -57,7 +57,10 @@ _UNREACHABLE = re.compile(
 """How a task fails that could never reach the driver."""
 
 _FILE_GONE = re.compile(r"Stream '/artifacts/\S+' was not found")
-"""How a task fails that is to fetch a file which a Connect session has sent to its server."""
+"""How a task fails that is to fetch a file which a Connect session has sent to its server.
+
+None of ours is lost in this way, see ``sending``; users' own may be.
+"""
 _STOPPED = (
     "the Spark session was stopped while its job ran the workers: by spark.stop(), in another "
     "thread or a callback, or because the cluster ended the application, as the driver's log then "
@@ -241,10 +244,10 @@ def as_training_error(
         return differing
     if gone := _FILE_GONE.search(text):
         return TrainingError(
-            f"the Spark Connect server has lost a file that this session had sent to it: {gone[0]}."
-            " Spark has been seen to do so after df.cache() or persist(), and from then on no job "
-            "of this session finds it. Go on in a new session (spark.stop(), then create it again),"
-            " on rows that are not cached but written to a table"
+            "the Spark Connect server no longer has a file that a session had sent to it: "
+            f"{gone[0]}. With {ISOLATION}=false it shares such files among its sessions, and when "
+            "one of those ends, or a frame that it had cached is dropped, all others' jobs fail. "
+            f"Restart the server with {ISOLATION}=true, as sbin/start-connect-server.sh does"
         )
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(

@@ -155,8 +155,8 @@ def test_a_file_that_a_connect_server_has_lost_is_told_with_the_way_out() -> Non
     )
     error = as_training_error(RuntimeError(said))
     assert type(error) is TrainingError
-    assert "has lost a file that this session had sent to it: Stream '/artifacts/37" in str(error)
-    assert "in a new session" in str(error)
+    assert "no longer has a file that a session had sent to it: Stream '/artifacts/37" in str(error)
+    assert "Restart the server with spark.sql.artifact.isolation.enabled=true" in str(error)
 
 
 def test_the_end_of_the_session_is_told_as_such_whatever_spark_raises() -> None:
