@@ -78,7 +78,9 @@ def require_frame(
         running = running_context()
         own = None if is_of_connect(value) else value.sparkSession.sparkContext
         other = running is not None and running is not own
-        first = "" if other else f"{_ANOTHER}, and "
+        # Until then, Spark takes one whose server has gone for the active one, and no other.
+        end = "call its stop(), " if is_of_connect(value) else ""
+        first = "" if other else f"{end}{_ANOTHER}, and "
         raise ConfigError(
             f"the Spark session has been stopped that {name} belongs to: {first}read the rows "
             f"again in {'the one that runs now' if other else 'it'}"

@@ -158,6 +158,14 @@ def test_a_spark_connect_server_older_than_the_client_is_named_with_both_version
     require_session(Session("4.2.1"), connect=True)  # type: ignore[arg-type]
 
 
+def test_a_session_whose_connect_server_has_gone_is_to_be_stopped_first() -> None:
+    of_session = frame_of(None, connect=True)
+    gone = type("Session", (), {"is_stopped": True, "__module__": "pyspark.sql.connect.session"})
+    type(of_session).sparkSession = gone()
+    with pytest.raises(ConfigError, match=r"call its stop\(\), create another with sparkdl\."):
+        require_frame(of_session, connect=True)
+
+
 def test_a_session_that_was_stopped_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     told = "the Spark session has been stopped that df belongs to: "
     for context in (SimpleNamespace(_jsc=None), running(stopped=True)):
