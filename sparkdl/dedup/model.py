@@ -158,18 +158,13 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
                 )
         rows = hashes(dataset, self.getHash(), self.getInputCol(), self.getWithin(), keep)
         rows = _once_each(rows, keep).where("word is not null")
-        words = rows.groupBy("group", "word").agg(F.min("first").alias("first"))
-        near = nearest(words, kept, self.getThreshold())
+        near = nearest(rows, kept, self.getThreshold())
         if self._dataset is not None and (
             dataset is self._dataset or dataset.sameSemantics(self._dataset)
         ):
             near = _of_same_ids(near, keep)
-        found = rows.alias("r").join(
-            near.alias("n"), F.expr("r.group <=> n.group and r.word = n.word")
-        )
-        others = found.where("not (distance = 0 and kept = r.first)")
-        return others.select(
-            F.col("r.first").alias(keep),
+        return near.where("not (distance = 0 and kept = first)").select(
+            F.col("first").alias(keep),
             F.col("kept").alias(DUPLICATE_OF),
             F.col("distance").alias(DISTANCE),
         )
@@ -284,7 +279,7 @@ def _once_each(rows: DataFrame, keep: str) -> DataFrame:
 
 
 def _of_same_ids(near: DataFrame, keep: str) -> DataFrame:
-    """The same hashes; if the rows of one no longer have the ids of the fit, the query fails.
+    """The same rows; if those of one hash no longer have the ids of the fit, the query fails.
 
     Otherwise no row might stay: each would be a duplicate of one that is not there.
     """
@@ -293,10 +288,10 @@ def _of_same_ids(near: DataFrame, keep: str) -> DataFrame:
         F.lit("the first had "),
         F.col("kept").cast("string"),
         F.lit(" and now has "),
-        F.col("first").cast("string"),
+        F.col("least").cast("string"),
         F.lit(". Ids that are computed anew at each reading (monotonically_increasing_id) must "),
         F.lit("be saved with the rows before fit"),
     )
-    same = (F.col("distance") > 0) | F.col("kept").eqNullSafe(F.col("first"))
+    same = (F.col("distance") > 0) | F.col("kept").eqNullSafe(F.col("least"))
     checked = F.when(same, F.col("distance")).otherwise(F.raise_error(said).cast("int"))
     return near.withColumn("distance", checked)

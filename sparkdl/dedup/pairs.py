@@ -69,38 +69,47 @@ def _decide(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
         yield from rows.append_column("dropped", pa.array(every)).to_batches()
 
 
-def nearest(words: DataFrame, kept: DataFrame, threshold: int) -> DataFrame:
-    """Find the nearest kept word of each word that is near one, the first of several.
+def nearest(rows: DataFrame, kept: DataFrame, threshold: int) -> DataFrame:
+    """Find the nearest kept word of each row that is near one, the first of several.
 
     Args:
-        words: columns ``group``, ``word``, unique together, and ``first``.
-        kept: likewise.
+        rows: columns ``group``, ``word`` and ``first``.
+        kept: likewise; ``group`` and ``word`` are unique together.
         threshold: the largest distance.
 
     Returns:
-        Columns ``group``, ``word``, ``first``, ``distance``, and ``kept``, that word's ``first``.
+        Columns ``first``, ``least``, that of the row's word, ``kept``, that of the nearest word,
+        and ``distance``.
     """
     columns = ("group", "word", "first")
-    sides = [each.select(*columns, F.lit(n).alias("side")) for n, each in enumerate((words, kept))]
+    sides = [each.select(*columns, F.lit(n).alias("side")) for n, each in enumerate((rows, kept))]
     both = sides[0].unionByName(sides[1])
-    schema = T.StructType([both.schema[name] for name in columns])
-    schema = schema.add("distance", "integer").add("kept", both.schema["first"].dataType)
-    sorted_words = both.repartition("group").sortWithinPartitions("group", "first")
-    return sorted_words.mapInArrow(partial(_nearest, threshold), schema)
+    first = both.schema["first"].dataType
+    schema = T.StructType().add("first", first).add("least", first).add("kept", first)
+    sorted_rows = both.repartition("group").sortWithinPartitions("group", "first")
+    return sorted_rows.mapInArrow(partial(_nearest, threshold), schema.add("distance", "integer"))
 
 
 def _nearest(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for rows, words, groups in _partition(batches):
         sides = rows["side"].to_numpy()
-        first, second, distance = near_pairs(words, groups, threshold, sides)
-        swapped = sides[first] == 1
-        mine, other = np.where(swapped, (second, first), (first, second))
-        order = np.lexsort((other, distance, mine))
-        mine, other, distance = mine[order], other[order], distance[order]
-        least = np.flatnonzero(np.diff(mine, prepend=-1))
-        found = rows.drop_columns("side").take(mine[least])
-        found = found.append_column("distance", pa.array(distance[least], pa.int32()))
-        yield from found.append_column("kept", rows["first"].take(other[least])).to_batches()
+        order = np.lexsort((words, groups, sides))  # equal words in the order of their rows
+        known = np.stack([each[order] for each in (words, groups, sides)])
+        starts = np.flatnonzero(np.append(True, (known[:, 1:] != known[:, :-1]).any(axis=0)))
+        once = order[starts]
+        place = np.empty_like(order)  # that of each row's word among the different ones
+        place[order] = np.repeat(np.arange(len(once)), np.diff(starts, append=len(order)))
+        mine, other, distance = near_pairs(words[once], groups[once], threshold, sides[once])
+        swapped = sides[once][mine] == 1
+        mine, other = np.where(swapped, (other, mine), (mine, other))
+        best = np.lexsort((once[other], distance, mine))[::-1]  # of each word the last one counts
+        nearest_of, apart = np.full(len(once), -1), np.zeros(len(once), np.int32)
+        nearest_of[mine[best]], apart[mine[best]] = once[other[best]], distance[best]
+        found = np.flatnonzero((nearest_of[place] >= 0) & (sides == 0))
+        firsts, near = rows["first"].combine_chunks(), place[found]
+        columns = [firsts.take(each) for each in (found, once[near], nearest_of[near])]
+        names = ["first", "least", "kept", "distance"]
+        yield from pa.table([*columns, pa.array(apart[near])], names).to_batches()
 
 
 def conflicting(words: DataFrame, threshold: int) -> DataFrame:
