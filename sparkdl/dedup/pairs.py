@@ -93,23 +93,28 @@ def nearest(rows: DataFrame, kept: DataFrame, threshold: int) -> DataFrame:
 def _nearest(threshold: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for rows, words, groups in _partition(batches):
         sides = rows["side"].to_numpy()
-        order = np.lexsort((words, groups, sides))  # equal words in the order of their rows
-        known = np.stack([each[order] for each in (words, groups, sides)])
-        starts = np.flatnonzero(np.append(True, (known[:, 1:] != known[:, :-1]).any(axis=0)))
-        once = order[starts]
-        place = np.empty_like(order)  # that of each row's word among the different ones
-        place[order] = np.repeat(np.arange(len(once)), np.diff(starts, append=len(order)))
-        mine, other, distance = near_pairs(words[once], groups[once], threshold, sides[once])
-        swapped = sides[once][mine] == 1
-        mine, other = np.where(swapped, (other, mine), (mine, other))
-        best = np.lexsort((once[other], distance, mine))[::-1]  # of each word the last one counts
+        once, place = _different(words, groups, sides)
+        first, second, distance = near_pairs(words[once], groups[once], threshold, sides[once])
+        swapped = sides[once][first] == 1
+        mine, kept = np.where(swapped, (second, first), (first, second))
+        best = np.lexsort((once[kept], distance, mine))[::-1]  # of each word the last one counts
         nearest_of, apart = np.full(len(once), -1), np.zeros(len(once), np.int32)
-        nearest_of[mine[best]], apart[mine[best]] = once[other[best]], distance[best]
+        nearest_of[mine[best]], apart[mine[best]] = once[kept[best]], distance[best]
         found = np.flatnonzero((nearest_of[place] >= 0) & (sides == 0))
-        firsts, near = rows["first"].combine_chunks(), place[found]
-        columns = [firsts.take(each) for each in (found, once[near], nearest_of[near])]
+        ids, near = rows["first"].combine_chunks(), place[found]
+        columns = [ids.take(each) for each in (found, once[near], nearest_of[near])]
         names = ["first", "least", "kept", "distance"]
         yield from pa.table([*columns, pa.array(apart[near])], names).to_batches()
+
+
+def _different(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each different row is first, and for all rows which of these it equals."""
+    order = np.lexsort(columns)  # stable
+    known = np.stack([each[order] for each in columns])
+    starts = np.flatnonzero(np.append(True, (known[:, 1:] != known[:, :-1]).any(axis=0)))
+    place = np.empty_like(order)
+    place[order] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(order)))
+    return order[starts], place
 
 
 def conflicting(words: DataFrame, threshold: int) -> DataFrame:
