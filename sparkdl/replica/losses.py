@@ -262,6 +262,7 @@ class MinibatchLoss:
         if isinstance(values, tuple):
             return self._ratio(values, weights.shape, weights)
         rows = by_row(values, len(weights))
+        rows = rows.float() if rows.dtype in HALVES else rows  # weights and sum would be rounded
         found = self._counts(targets) if self._counts_weighted else None
         if found is not None:
             total = (rows.sum(1) * weights.to(rows.dtype)).sum()

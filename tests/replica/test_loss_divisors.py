@@ -180,6 +180,16 @@ def test_class_weights_may_be_in_half_precision_as_the_outputs_are(dtype: torch.
     assert found.item() == pytest.approx(loss(outputs, LABELS).item(), rel=1e-2)
 
 
+@every("dtype", [torch.float16, torch.bfloat16])
+def test_weighted_losses_in_half_precision_are_summed_in_single(dtype: torch.dtype) -> None:
+    outputs, targets = (torch.linspace(0, end, 4_000).to(dtype) for end in (50.0, 10.0))
+    weights = torch.linspace(0.1, 1.9, 4_000)
+    batch = Batch((outputs,), targets, True, weights)
+    found, _ = MinibatchLoss(nn.MSELoss())(outputs, batch)
+    wanted = nn.MSELoss(reduction="none")(outputs, targets).double() @ weights.double() / 4_000
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
 @every("weights", [None, torch.ones(2), torch.zeros(2)])
 @every_row(
     (nn.CrossEntropyLoss(), [-100, -100]),
