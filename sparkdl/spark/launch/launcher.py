@@ -236,7 +236,7 @@ def as_training_error(
         return error
     if ended := end_of_jvm(error):
         return TrainingError(ended)
-    with suppress(Py4JError, OSError):
+    with suppress(Py4JError, OSError, AttributeError):  # a vendor's Spark may lack a private name
         if spark is not None and is_stopped(spark):  # of which Spark says little, or nonsense
             return TrainingError(_STOPPED)
     text = str(error)

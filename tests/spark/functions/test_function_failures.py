@@ -196,6 +196,7 @@ def job_that(rows: Callable[[], Any], service: RunService, *, starts: bool = Tru
     )
     context = SimpleNamespace(**{name: lambda *_, **__: None for name in names})
     context._conf = {}
+    context._jsc = SimpleNamespace(sc=lambda: SimpleNamespace(isStopped=lambda: False))
     frame.sparkSession = SimpleNamespace(sparkContext=context)
     workers = Workers(
         frame=frame,  # type: ignore[arg-type]
