@@ -150,6 +150,7 @@ def test_a_spark_without_those_methods_hands_arrays_over_as_they_are(
     files: DataFrame, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(array_bytes, "_UNSAFE", "org.apache.spark.sql.catalyst.NoSuchArray")
+    monkeypatch.setattr(array_bytes, "_made", {})
     assert_arrays_stay(files, caplog, "arrays are passed to Python as they are")
 
 
@@ -165,7 +166,7 @@ def test_a_spark_that_keeps_arrays_in_other_bytes_hands_them_over_as_they_are(
         return call(self, target, method.replace("getSizeInBytes", "numElements"), *arguments)
 
     monkeypatch.setattr(array_bytes.ArrayBytes, "_call", with_too_few)
-    monkeypatch.setattr(array_bytes, "_reads_right", {})
+    monkeypatch.setattr(array_bytes, "_made", {})
     assert_arrays_stay(files, caplog, "this Spark stores them in a different layout")
     assert at_the_workers(files) == expected
 
@@ -181,7 +182,7 @@ def test_the_bytes_are_looked_at_once_in_an_application(
         return looked[-1]
 
     monkeypatch.setattr(array_bytes.ArrayBytes, "of_sample", counted)
-    monkeypatch.setattr(array_bytes, "_reads_right", {})
+    monkeypatch.setattr(array_bytes, "_made", {})
     for _ in range(2):
         assert ("c5:float", "binary") in packed(files.select("c5", "c6")).dtypes
     assert looked == [array_bytes._BYTES_OF_SAMPLE]
