@@ -152,6 +152,8 @@ def _partition(
     if received := [batch for batch in batches if batch.num_rows]:
         rows = pa.Table.from_batches(received)
         groups = rows["group"].combine_chunks()
+        if pa.types.is_floating(groups.type):  # 0.0 and -0.0 are one group in Spark
+            groups = pc.add(groups, pa.scalar(0.0, groups.type))
         codes = pc.dictionary_encode(groups, null_encoding="encode").indices
         yield rows, rows["word"].to_numpy(), codes.to_numpy().astype(np.int64)
 

@@ -135,6 +135,13 @@ def test_a_row_is_marked_with_the_nearest_that_stays_and_the_first_of_several(
     ]
 
 
+def test_what_spark_takes_for_one_group_is_one(spark: SparkSession) -> None:
+    groups = [0.0, -0.0, float("nan"), float("nan"), None, None]
+    frame = of_words(spark, [0, 0, 0, 0, 0, 0], label=pa.array(groups, pa.float64()))
+    model = NearDuplicates(hash="given").fit(frame.where("id % 2 = 0"))
+    assert ids(model.duplicates(frame)) == [1, 3, 5]
+
+
 @pytest.mark.nightly
 def test_a_hundred_thousand_equal_rows_are_one_hash(spark: SparkSession) -> None:
     same = spark.range(100_000).select("id", F.lit(-1).cast("long").alias("image"))
