@@ -341,10 +341,19 @@ def _hash(*texts: str) -> bytes:
     return found.digest()
 
 
+def own_name(value: object) -> tuple[str, str]:
+    """The module and the qualified name that an object says it has; empty for none."""
+    try:
+        module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    except Exception:  # a dict whose items are attributes too may raise KeyError
+        return "", ""
+    return (module, name) if isinstance(module, str) and isinstance(name, str) else ("", "")
+
+
 def _import_name(value: object) -> str | None:
     """The name of something that is described by its name alone; None for anything else."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str):
+    module, name = own_name(value)
+    if not module or not name:
         return None
     if module.partition(".")[0] not in BY_NAME or module == "__main__":
         return None

@@ -12,6 +12,7 @@ anything else                    {"pickle": "<file>"}, loaded only if the user t
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib
 import inspect
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from sparkdl.checkpoint import identity
 from sparkdl.checkpoint.trust import NotFoundError, Trust, TrustArgument, find, torchs_own
 from sparkdl.errors import ConfigError
 from sparkdl.user_code.needed_modules import pickled
@@ -180,11 +182,12 @@ def _find_all(spec: dict[str, Any], name: str, expected: Expected, trust: Trust)
 def _load_pickle(file: Any, directory: Path, name: str, trust: Trust) -> Any:
     if not trust.everything:
         raise ConfigError(
-            f"{name} was saved as a pickle, because it is an instance or was defined in a "
-            "notebook or script, not in a module that can be imported. A pickle runs any code its "
-            "author chose. If you trust the file, load with trust=True (TorchModel.load(path, "
-            "trust=True)) or inside `with sparkdl.trusted_pickles():`; to avoid this, give "
-            f"{name} as a class or function of an importable module"
+            f"{name} was saved as a pickle, because it is an instance, has arguments that JSON "
+            "cannot hold, or was defined in a notebook or script, not in a module that can be "
+            "imported. A pickle runs any code its author chose. If you trust the file, load with "
+            "trust=True (TorchModel.load(path, trust=True)) or inside `with "
+            f"sparkdl.trusted_pickles():`; to avoid this, give {name} as a class or function of an "
+            "importable module"
         )
     if file != _pickle_of(name):
         raise ConfigError(
@@ -218,12 +221,13 @@ def _describe(value: Any, depth: int = 0) -> Any:
     if depth > DEEPEST:
         raise _Indescribable(value)
     describe = functools.partial(_describe, depth=depth + 1)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    kind = type(value)
+    plain = isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)
+    if value is None or plain:
         return value
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [describe(item) for item in value]}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if kind in (list, tuple, torch.Size):
+        return {"list" if kind is list else "tuple": [describe(item) for item in value]}
+    if kind is dict and all(isinstance(key, str) for key in value):
         return {"dict": {key: describe(item) for key, item in value.items()}}
     if isinstance(value, functools.partial):
         kwargs = {key: describe(item) for key, item in value.keywords.items()}
@@ -231,12 +235,26 @@ def _describe(value: Any, depth: int = 0) -> Any:
         return {"partial": func, "args": args, "kwargs": kwargs}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        _require_made_of(value, fields)
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        fields = value._asdict()
+        _require_made_of(value, fields)
     elif isinstance(value, torch.nn.modules.loss._Loss):
         fields = _loss_arguments(value)
     else:
         return {"import": _import_path(value)}
     kwargs = {key: describe(item) for key, item in fields.items()}
-    return {"new": {"import": _import_path(type(value))}, "kwargs": kwargs}
+    return {"new": {"import": _import_path(kind)}, "kwargs": kwargs}
+
+
+def _require_made_of(value: Any, fields: dict[str, Any]) -> None:
+    """Check that its class makes the same object of these: it may also change or add some."""
+    try:
+        made = type(value)(**fields)
+    except Exception as error:  # the user's constructor may raise anything
+        raise _Indescribable(value) from error
+    if identity.describe(made)["parts"] != identity.describe(value)["parts"]:
+        raise _Indescribable(value)
 
 
 def _loss_arguments(loss: torch.nn.modules.loss._Loss) -> dict[str, Any]:
@@ -253,7 +271,7 @@ def _loss_arguments(loss: torch.nn.modules.loss._Loss) -> dict[str, Any]:
 
 
 def _import_path(value: Any) -> str:
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module, name = identity.own_name(value)
     if not module or not name or "<" in name:
         raise _Indescribable(value)
     try:

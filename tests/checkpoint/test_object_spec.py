@@ -7,9 +7,11 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import models
@@ -59,6 +61,36 @@ def test_partials_come_back_with_their_arguments_lists_and_dicts(tmp_path: Path)
     nested = partial(partial(models.Net, 4), outputs=[1, (2.5, None)], names={"a": nn.ReLU})
     again = there_and_back(nested, tmp_path, trust=["models"])
     assert (again.args, again.keywords) == (nested.args, nested.keywords)
+
+
+class Activation(str, Enum):
+    RELU = "relu"
+
+
+class Sizes(NamedTuple):
+    width: int
+
+
+class Attributes(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+@dataclass
+class Scaled:
+    width: int
+    factor: InitVar[int] = 1
+
+    def __post_init__(self, factor: int) -> None:
+        self.width *= factor
+
+
+@every("value", [Activation.RELU, Sizes(3), Attributes(width=3), Scaled(3, 2)])
+def test_an_argument_is_of_its_own_class_again_and_as_it_was_changed(
+    tmp_path: Path, value: Any
+) -> None:
+    (loaded,) = there_and_back(partial(models.Net, value), tmp_path, trust=True).args
+    assert loaded == value
+    assert type(loaded) is type(value)
 
 
 @every(
