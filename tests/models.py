@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 import torch.nn.functional as functional
 from pyspark import TaskContext
@@ -60,6 +61,22 @@ class Net(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         return self.layers(features)
+
+
+class Drawn(Net):
+    """Takes its inputs in an order that it draws, and signs of numpy's, neither in its state.
+
+    torch cannot pickle it.
+    """
+
+    def __init__(self, width: int = 4, outputs: int = 3) -> None:
+        super().__init__(width, outputs)
+        self.order = torch.randperm(width)
+        self.signs = np.random.choice([-1.0, 1.0], width).astype(np.float32)
+        nn.utils.parametrizations.weight_norm(self.layers[0])
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features[:, self.order] * torch.from_numpy(self.signs))
 
 
 def announced(path: str, seconds: float) -> Net:

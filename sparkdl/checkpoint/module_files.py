@@ -19,9 +19,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from sparkdl.arguments import as_number
+from sparkdl.arguments import as_number, require_seed
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, load_object, save_object
-from sparkdl.checkpoint.portable import other_buffers, put_state
+from sparkdl.checkpoint.portable import built, other_buffers, put_state
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
 from sparkdl.checkpoint.trust import TrustArgument
 from sparkdl.durable.local_files import whole_directory
@@ -30,7 +30,6 @@ from sparkdl.encodings.scale import LARGEST, Scale
 from sparkdl.errors import CheckpointError, ConfigError
 from sparkdl.events import EpochSummary
 from sparkdl.outputs import OutputKey, Widths, names_output
-from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.untrusted import read
 from sparkdl.user_code.tracebacks import message_of, text_of
@@ -51,6 +50,7 @@ class SavedModule:
     Attributes:
         module: the trained module.
         builder: what the user gave as ``model``: a module, or a function that builds one.
+        seed: of the random numbers that it drew when it built the module; None if unknown.
         features: the tensors that the module takes.
         head: what its outputs mean, by name.
         widths: its outputs' widths.
@@ -67,6 +67,7 @@ class SavedModule:
     history: Sequence[EpochSummary]
     labels: Sequence[ColumnSpec] = ()
     loss: Any = None
+    seed: int | None = None
 
 
 def write_module(saved: SavedModule, directory: Path) -> None:
@@ -77,6 +78,7 @@ def write_module(saved: SavedModule, directory: Path) -> None:
     description = {
         "format": FORMAT,
         "model": save_object(saved.builder, directory, "model"),
+        "seed": saved.seed,
         "features": list(map(_column_fields, saved.features)),
         "labels": list(map(_column_fields, saved.labels)),
         "loss": None if saved.loss is None else save_object(saved.loss, directory, "loss"),
@@ -111,7 +113,10 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
     spec, loss = description.get("loss"), None
     if spec is not None:
         loss = load_object(spec, directory, "loss", expected=LOSS, trust=trust)
-    module = _build_module(builder)
+    seed = description.get("seed")
+    if seed is not None:
+        seed = require_seed(f"seed in {path}", seed)
+    module = _build_module(builder, seed)
     _put_weights(module, directory)
     return SavedModule(
         module=module.eval(),
@@ -122,13 +127,13 @@ def read_module(directory: Path, *, trust: TrustArgument) -> SavedModule:
         history=history,
         labels=tuple(labels),
         loss=loss,
+        seed=seed,
     )
 
 
-def _build_module(builder: Any) -> nn.Module:
+def _build_module(builder: Any, seed: int | None) -> nn.Module:
     try:
-        with borrowed_random_numbers():
-            module = builder if isinstance(builder, nn.Module) else builder()
+        module = built(builder, seed)
     except Exception as error:  # a constructor may raise anything
         raise ConfigError(f"model cannot be built as it was saved: {message_of(error)}") from error
     if not isinstance(module, nn.Module):
@@ -146,11 +151,11 @@ def _put_weights(module: nn.Module, directory: Path) -> None:
     cached = _read(others) if others.is_file() else {}
     try:
         put_state(module, state)
-        built = other_buffers(module)
+        present = other_buffers(module)
         for name, values in cached.items():
             # What the module would only make later, it makes again.
-            if name in built and values.shape == built[name].shape:
-                built[name].data = values
+            if name in present and values.shape == present[name].shape:
+                present[name].data = values
     except Exception as error:  # modules may load their state in their own ways
         raise ConfigError(
             f"the weights in {path} belong to a different architecture from the one the model "

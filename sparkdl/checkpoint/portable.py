@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -24,6 +25,8 @@ def pickled_module(
     module: nn.Module,
     builder: Any,
     pickler: Callable[[io.BytesIO], cloudpickle.Pickler] = cloudpickle.Pickler,
+    *,
+    seed: int | None = None,
 ) -> bytes:
     """Pickle a module such that unpickling restores it.
 
@@ -31,12 +34,13 @@ def pickled_module(
         module: the module in its present state.
         builder: the function that built it, or the module that it is a trained copy of.
         pickler: what pickles it into a file.
+        seed: of the random numbers that the function drew; None if unknown.
 
     Raises:
         ModelError: neither can be pickled.
     """
     file = io.BytesIO()
-    _dump(module, builder, pickler, file)
+    _dump(module, partial(built, builder, seed), pickler, file)
     return file.getvalue()
 
 
@@ -46,7 +50,12 @@ def require_portable(module: nn.Module, builder: Any) -> None:
     Raises:
         ModelError: neither can be pickled.
     """
-    _dump(module, builder, lambda file: _WithoutValues(file, set()), io.BytesIO())
+    _dump(
+        module,
+        partial(built, builder, None),
+        lambda file: _WithoutValues(file, set()),
+        io.BytesIO(),
+    )
 
 
 class _WithoutValues(ReferencePickler):
@@ -58,7 +67,7 @@ class _WithoutValues(ReferencePickler):
 
 def _dump(
     module: nn.Module,
-    builder: Any,
+    build: Callable[[], nn.Module],
     pickler: Callable[[io.BytesIO], cloudpickle.Pickler],
     file: io.BytesIO,
 ) -> None:
@@ -68,7 +77,7 @@ def _dump(
         file.seek(0)
         file.truncate()
         try:
-            pickler(file).dump(_Built(module, builder))
+            pickler(file).dump(_Built(module, build))
         except Exception:
             raise ModelError(
                 "once built, the model cannot be sent to the executors, which transform requires: "
@@ -80,16 +89,29 @@ def _dump(
 class _Built:
     """Unpickles as the module itself."""
 
-    def __init__(self, module: nn.Module, builder: Any) -> None:
-        self._parts = builder, module.state_dict(), other_buffers(module)
+    def __init__(self, module: nn.Module, build: Callable[[], nn.Module]) -> None:
+        self._parts = build, module.state_dict(), other_buffers(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _build_again, self._parts
 
 
-def _build_again(builder: Any, state: dict[str, Any], others: dict[str, Tensor]) -> nn.Module:
-    with borrowed_random_numbers():
-        module: nn.Module = builder if isinstance(builder, nn.Module) else builder()
+def built(builder: Any, seed: int | None) -> Any:
+    """What a builder returns, or the module that is given instead.
+
+    Args:
+        builder: the function, or the module.
+        seed: of the random numbers that it drew, of which it may keep some elsewhere than in its
+            state; None if unknown.
+    """
+    with borrowed_random_numbers(seed):
+        return builder if isinstance(builder, nn.Module) else builder()
+
+
+def _build_again(
+    build: Callable[[], nn.Module], state: dict[str, Any], others: dict[str, Tensor]
+) -> nn.Module:
+    module = build()
     put_state(module, state)
     for name, values in others.items():
         path, _, own_name = name.rpartition(".")

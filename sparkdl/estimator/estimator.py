@@ -231,6 +231,7 @@ class BaseEstimator(
             history=outcome.history,
             labels=checked.labels,
             loss=plan.job.loss,
+            seed=plan.job.seed,
         )
         return self._copyValues(self._model(made_of, TrainingSummary(recording)))
 

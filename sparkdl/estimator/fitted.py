@@ -131,6 +131,7 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
             model=self._sharing.share(
                 self.module,
                 self._made_of.builder,
+                self._made_of.seed,
                 spark,
                 ship_modules=self.getShipModules(),
                 used=used,

@@ -8,11 +8,12 @@ import os
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from every_row import every
 from frames import estimator, features_of, frame, same_bits
-from models import Net, decayed
+from models import Drawn, Net, decayed
 from pyspark.ml import PipelineModel
 from pyspark.ml.param import Param, Params
 from pyspark.sql import DataFrame, SparkSession
@@ -69,6 +70,18 @@ def test_a_loaded_model_is_the_same_and_was_saved_without_pickle(
     assert loaded.uid == described.uid
     assert loaded.getOutputType() == "probability"
     assert not loaded.module.training
+
+
+def test_what_a_model_drew_outside_of_its_state_is_the_same_on_executors_and_once_loaded(
+    rows: DataFrame, tmp_path: Path
+) -> None:
+    model = estimator(model=Drawn, seed=3, outputType="probability").fit(rows)
+    model.save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"), trust=["models"])
+    features = torch.tensor(features_of(range(rows.count())), dtype=torch.float32)
+    expected = model.module(features).softmax(1)
+    assert torch.equal(loaded.module(features).softmax(1), expected)
+    assert np.allclose(predictions(model, rows), expected.tolist(), rtol=1e-6)
 
 
 def test_an_instance_is_refused_without_trust_and_loads_with_it(

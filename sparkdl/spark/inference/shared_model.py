@@ -69,6 +69,7 @@ class ModelSharing:
         self,
         module: nn.Module,
         builder: Any,
+        seed: int | None,
         spark: SparkSession,
         *,
         ship_modules: bool,
@@ -79,6 +80,7 @@ class ModelSharing:
         Args:
             module: it may have been trained further, or differ from the last one.
             builder: what built it.
+            seed: of the random numbers that it drew; None if unknown.
             spark: of the application, which may differ from the last one.
             ship_modules: whether the user's own modules are sent with it.
             used: names of what is sent alongside refers to; those of the model are added.
@@ -87,7 +89,9 @@ class ModelSharing:
             ModelError: it cannot be pickled.
             ConfigError: a module's text has changed since it was imported.
         """
-        pickled = pickled_module(module, builder, lambda file: ReferencePickler(file, used))
+        pickled = pickled_module(
+            module, builder, lambda file: ReferencePickler(file, used), seed=seed
+        )
         shipment = ship(used, spark) if ship_modules else None
         digest = hashlib.sha256(pickled)
         digest.update(b"" if shipment is None else shipment.digest.encode())
