@@ -71,8 +71,20 @@ class SavedModule:
 
 
 def write_module(saved: SavedModule, directory: Path) -> None:
-    """Write the files into an existing directory."""
-    _write(saved.module.state_dict(), directory / WEIGHTS)
+    """Write the files into an existing directory.
+
+    Raises:
+        ConfigError: the module's state has something else than tensors.
+    """
+    state = saved.module.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the model cannot be saved: '{name}' in its state is a {type(value).__name__}, "
+                "but the file of its weights holds only tensors. Return a tensor from "
+                "get_extra_state; or save model.module with torch.save"
+            )
+    _write(state, directory / WEIGHTS)
     if others := other_buffers(saved.module):
         _write(others, directory / OTHER_BUFFERS)
     description = {

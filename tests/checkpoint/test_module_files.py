@@ -55,6 +55,16 @@ def test_everything_comes_back_and_weights_are_plain_safetensors(tmp_path: Path)
     assert load_file(tmp_path / "module.safetensors").keys() == module.state_dict().keys()
 
 
+class Counting(Net):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+
+def test_a_state_that_is_no_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'_extra_state' in its state is a dict.*get_extra_st"):
+        write(Counting(), Counting, tmp_path)
+
+
 class WithCaches(nn.Module):
     """Has buffers that are no part of its state, each of another dtype than the weights."""
 
