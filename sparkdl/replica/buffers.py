@@ -116,6 +116,8 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # Lazy layers become others in their first forward pass.
+        self._classes = [(each, type(each)) for each in module.modules()]
         self._containers = [(each, each.copy()) for each in _containers(module)]
         self.tensors = tensors_of(module)
         self._versions = [_version(tensor) for tensor in self.tensors]
@@ -126,6 +128,9 @@ class ModuleState:
         Args:
             contents: called if a tensor was written to; gives what each of ``tensors`` held.
         """
+        for each, kind in self._classes:
+            if type(each) is not kind:
+                each.__class__ = kind
         for container, copied in self._containers:
             if not _same(container, copied):
                 container.clear()

@@ -225,6 +225,15 @@ def test_attributes_and_what_they_hold_are_the_very_ones_that_they_were() -> Non
         assert not hasattr(module, "other")
 
 
+def test_a_lazy_layer_with_loaded_weights_runs_as_often_as_it_is_put_back() -> None:
+    module, trained = nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.Linear(4, 3))
+    module.load_state_dict(trained.state_dict())
+    state, features = ModuleState(module), torch.randn(2, 4)
+    for _ in range(2):
+        assert torch.equal(module(features), trained(features))
+        state.put_back(never)
+
+
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
