@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from sparkdl.errors import TrainingError
+from sparkdl.outputs import parts_of
+from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.replica.flat import apart_from, persistent_buffers, rebind_buffers
 
 
@@ -144,6 +146,64 @@ class ModuleState:
                 if _version(tensor) != version or not torch.equal(tensor, held.to(tensor)):
                     tensor.copy_(held)
         self._versions = [_version(tensor) for tensor in self.tensors]
+
+
+class OwnAttributes:
+    """What a module keeps elsewhere than in its state: no replica exchanges that, nor returns it.
+
+    Args:
+        module: as it was built, on the CPU.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._state = module, ModuleState(module)
+        self._held = [_kept(tensor) for tensor in self._state.tensors]
+        self._built = dict(_own_attributes(module))
+
+    def needed_for(self, predict: Callable[[], Any]) -> list[str]:
+        """The names of those that have changed, if predictions depend on it; they are put back.
+
+        Args:
+            predict: returns what the model does.
+        """
+        changed = [
+            name
+            for name, (value, version) in _own_attributes(self._module)
+            for before, then in [self._built.get(name, (None, None))]
+            if value is not before or version != then
+        ]
+        if not changed:
+            return []
+        now, again = self._predicted(predict), self._predicted(predict)
+        state = {k: each.clone() for k, each in persistent_buffers(self._module).items()}
+        self._state.put_back(lambda: self._held)
+        with torch.no_grad():
+            for name, buffer in persistent_buffers(self._module).items():
+                buffer.copy_(state[name])
+        as_built = self._predicted(predict)
+        steady = all(map(torch.equal, now, again))
+        return [] if not steady or all(map(torch.equal, now, as_built)) else changed
+
+    def _predicted(self, predict: Callable[[], Any]) -> list[Tensor]:
+        with borrowed_random_numbers(0), left_as_it_was(self._module), torch.no_grad():
+            returned = predict()
+        parts = [returned] if isinstance(returned, Tensor) else parts_of(returned).values()
+        return [each for each in parts if isinstance(each, Tensor)]
+
+
+_OF_A_MODULE = frozenset(vars(nn.Module()))
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, int | None]]]:
+    for path, each in module.named_modules():
+        own = vars(each)
+        buffers = {
+            name: own["_buffers"].get(name) for name in own.get("_non_persistent_buffers_set", ())
+        }
+        for name, value in {**own, **buffers}.items():
+            if name not in _OF_A_MODULE:
+                version = _version(value) if isinstance(value, Tensor) else None
+                yield f"{path}.{name}".removeprefix("."), (value, version)
 
 
 @contextmanager

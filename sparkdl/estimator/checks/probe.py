@@ -7,6 +7,7 @@ a label out of range, a wrong width or a loss that needs another dtype all show 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import warnings
 from collections.abc import Sequence
@@ -29,10 +30,12 @@ from sparkdl.outputs import Widths, described, pick, widths_of
 from sparkdl.process.randomness import borrowed_random_numbers
 from sparkdl.protocols import Batch, ColumnSpec, Features, LossFunction, Targets
 from sparkdl.replica import Replica
-from sparkdl.replica.buffers import left_as_it_was
+from sparkdl.replica.buffers import OwnAttributes, left_as_it_was
 from sparkdl.replica.flat import persistent_buffers
 from sparkdl.replica.loss_use import require_own_targets_in
 from sparkdl.replica.losses import ModelLoss
+
+logger = logging.getLogger(__name__)
 
 PREDICTED_ROWS = 5
 """Made-up rows to predict for: a number that few models have of layers or classes, so that the
@@ -84,7 +87,7 @@ class Trial:
                 "needs one of its own. Build the module in the function, or give the module "
                 "itself as model, which is copied"
             )
-        built = _shapes_of(replica.module)
+        built, own = _shapes_of(replica.module), OwnAttributes(replica.module)
         with borrowed_random_numbers(), self._loss_as_it_was():
             require_own_targets_in(replica, self._rows, scores=scores, several=several)
             with torch.enable_grad():
@@ -103,7 +106,28 @@ class Trial:
             with reported(f"the backward pass or the optimizer's step fails after {both}"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 replica.optimizer.step()
+            self._tell_what_is_not_returned(own, predicted)
         return predictions
+
+    def _tell_what_is_not_returned(self, own: OwnAttributes, batch: Batch) -> None:
+        """Warn of what the forward pass has changed, and predictions depend on."""
+
+        def outputs() -> Any:
+            self.replica.module.eval()
+            return self.replica.outputs(batch, with_labels=False)
+
+        try:
+            needed = own.needed_for(outputs)
+        except Exception as error:  # the user's forward may raise anything
+            logger.debug("predictions by the model as it was built were not tried: %s", error)
+            return
+        if needed:
+            logger.warning(
+                "in training, the model's forward pass changes %s, and its predictions depend on "
+                "that. It is no part of the state that replicas exchange: the model that fit "
+                "returns has it as it was built. Make it a buffer with register_buffer",
+                listed(map(repr, needed)),
+            )
 
     def widths_of_shorter_rows(self) -> Widths | None:
         """How wide the outputs are for rows one item shorter than the longest of the data.

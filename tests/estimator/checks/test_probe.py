@@ -215,6 +215,36 @@ def test_a_model_that_keeps_what_it_once_computed_still_has_its_backward_pass() 
     assert model.training
 
 
+class Cools(nn.Module):
+    """Counts its calls, and predicts by a temperature and a mean that it has followed."""
+
+    def __init__(self, *, predicts_by_them: bool) -> None:
+        super().__init__()
+        self.layer, self.predicts_by_them = nn.Linear(4, 3), predicts_by_them
+        self.calls, self.temperature, self.mean = 0, 1.0, torch.zeros(4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.calls += 1
+        if self.training:
+            self.temperature *= 0.5
+            self.mean += 0.5 * (features.mean(0) - self.mean)
+            self.seen = self.seen + features.sum(0)
+        logits = self.layer(features) + self.seen.sum()
+        return (logits - self.mean.sum()) / self.temperature if self.predicts_by_them else logits
+
+
+def test_what_predictions_need_and_fit_does_not_return_is_warned_of_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tried(Cools(predicts_by_them=False), functional.cross_entropy)
+    assert not caplog.messages
+    tried(Cools(predicts_by_them=True), functional.cross_entropy)
+    (told,) = caplog.messages
+    assert "'temperature', 'mean'" in told
+    assert "register_buffer" in told
+
+
 class Exported(nn.Linear):
     def train(self, mode: bool = True) -> Any:
         raise NotImplementedError("Calling train() is not supported yet.")
