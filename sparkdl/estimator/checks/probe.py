@@ -10,8 +10,8 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,11 +50,13 @@ class Trial:
         replica: from ``build``.
         schema: the tensors that it will be fed.
         statistics: what is known of each of its columns.
+        given: the module that the replica's is a copy of; None if a function built it.
     """
 
     replica: Replica
     schema: FeedSchema
     statistics: Sequence[ColumnStatistics]
+    given: nn.Module | None = None
 
     def step(
         self,
@@ -104,7 +106,8 @@ class Trial:
             both = self._both(outputs, batch)
             # A detached output, an optimizer that needs a closure, ...
             with reported(f"the backward pass or the optimizer's step fails after {both}"):
-                loss.backward()  # type: ignore[no-untyped-call]
+                with self._none_for_the_given():
+                    loss.backward()  # type: ignore[no-untyped-call]
                 replica.optimizer.step()
             self._tell_what_is_not_returned(own, predicted)
         return predictions
@@ -172,6 +175,27 @@ class Trial:
                 if isinstance(layer, _BatchNorm):
                     layer.forward = _as_it_is  # type: ignore[assignment, method-assign]
             self.replica.forward(self._rows(1))
+
+    @contextmanager
+    def _none_for_the_given(self) -> Iterator[None]:
+        """Check that a backward pass has no gradients for the module that was given."""
+        named = [] if self.given is None else list(self.given.named_parameters())
+        before = [each.grad for _, each in named]
+        for _, each in named:
+            each.grad = None
+        try:
+            yield
+            used = [name for name, each in named if each.grad is not None]
+        finally:
+            for (_, each), gradient in zip(named, before, strict=True):
+                each.grad = gradient
+        if used:
+            raise ModelError(
+                f"the loss computes with '{used[0]}' of the module that was given as model, of "
+                "which each replica trains a copy: it would see the values from before the "
+                "training, and none of its gradients would count. Let the model compute what "
+                "depends on its parameters (loss='model'), or use the optimizer's weight_decay"
+            )
 
     def _loss_as_it_was(self) -> AbstractContextManager[None]:
         """The loss is the user's own, not a copy, and may count its calls or keep class centers."""

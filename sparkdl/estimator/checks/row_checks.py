@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparkdl.arguments import counted
 from sparkdl.averager.service.server import EdgeOptions
@@ -253,7 +254,9 @@ class RowChecks:
         replica, columns = self._replica, statistics.columns
         assert replica is not None
         schema = plan.job.schema.of_lengths([column.longest for column in columns])
-        trial, scores = Trial(replica, schema, columns), plan.settings.getLossCol() is not None
+        model, scores = plan.settings.getModel(), plan.settings.getLossCol() is not None
+        given = model if isinstance(model, nn.Module) else None
+        trial = Trial(replica, schema, columns, given)
         several = max(len(statistics.shard_rows), plan.job.max_workers or 1) > 1
         outputs = trial.step(plan.head, metrics=plan.job.metrics, scores=scores, several=several)
         transforms = plan.job.feed.transform is not None

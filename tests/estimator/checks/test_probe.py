@@ -295,6 +295,23 @@ def test_a_loss_that_changes_with_each_call_is_as_it_was_after_the_trial() -> No
     assert (loss.calls, loss.share) == (0, 0)
 
 
+def test_a_loss_of_the_given_modules_parameters_is_refused_and_leaves_it_no_gradients() -> None:
+    given = nn.Sequential(nn.Linear(4, 3))
+
+    def decayed(outputs: Tensor, targets: Tensor) -> Tensor:
+        squares = sum(each.square().sum() for each in given.parameters())
+        return functional.cross_entropy(outputs, targets) + squares
+
+    replica, schema = (
+        built(lambda: copy.deepcopy(given), loss=decayed),
+        FeedSchema((FEATURES,), LABEL),
+    )
+    statistics = [ColumnStatistics(), ColumnStatistics(smallest=0, largest=2)]
+    with pytest.raises(ModelError, match=r"the loss computes with '0\.weight' of the module that"):
+        Trial(replica, schema, statistics, given).step(head_of(decayed))
+    assert all(each.grad is None for each in given.parameters())
+
+
 def test_an_optimizer_of_another_modules_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)
     with pytest.raises(ModelError, match="builds a SGD of parameters that are not those of"):
