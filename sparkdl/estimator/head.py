@@ -103,10 +103,14 @@ def head_of(loss: Any) -> Head:
     """The head that a loss implies: torch's classification losses, as class or function.
 
     Args:
-        loss: a loss module, a function of torch.nn.functional, or a ``functools.partial`` of one.
+        loss: a loss module, perhaps compiled, a function of torch.nn.functional, or a
+            ``functools.partial`` of one.
     """
-    while isinstance(loss, functools.partial):
-        loss = loss.func
+    inner = loss
+    while inner is not None:
+        loss = inner
+        is_partial = isinstance(loss, functools.partial)
+        inner = loss.func if is_partial else getattr(loss, "_orig_mod", None)
     known = (head for kind, call, head in _LOSSES if isinstance(loss, kind) or loss is call)
     return next(known, Head.UNKNOWN)
 

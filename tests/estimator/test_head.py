@@ -49,6 +49,7 @@ class Unhashable:
     (functional.multi_margin_loss, Head.SCORES),
     (partial(functional.cross_entropy, label_smoothing=0.1), Head.LOGITS),
     (partial(partial(functional.nll_loss)), Head.LOG_PROBABILITIES),
+    (torch.compile(nn.CrossEntropyLoss(), backend="eager"), Head.LOGITS),
     (nn.MSELoss(), Head.UNKNOWN),
     (functional.l1_loss, Head.UNKNOWN),
     (lambda outputs, targets: outputs.mean(), Head.UNKNOWN),
