@@ -2,8 +2,8 @@
 
 Rows are appended as tensors while Spark delivers them and mapped afterwards, so data larger than
 memory works and random rows are one gather from the page cache. A column is one contiguous tensor
-in its final dtype, and numbers of the same dtype lie side by side in one. Rows of unequal length
-are two files.
+in its final dtype; numbers of the same dtype lie side by side in one, and so do arrays where they
+are many. Rows of unequal length are two files.
 
 The files have no name: they are unlinked when created, so a crash leaves nothing behind.
 """
@@ -20,6 +20,9 @@ from torch import Tensor
 from sparkdl.feed.schema import Column
 from sparkdl.feed.stored_rows import StoredRows, StoredSequences
 from sparkdl.protocols import ColumnSpec
+
+MOST_ALONE = 64
+"""The most columns of arrays that have a file each: one opens it, one maps it, in each store."""
 
 
 class PartitionStore:
@@ -87,12 +90,15 @@ class PartitionStore:
         """
         self._specs = tuple(specs)
         self._groups, groups = [], dict[object, list[int]]()
-        for index, spec in enumerate(specs):  # numbers by their dtype, every other column alone
-            groups.setdefault(index if spec.row_shape else spec.dtype, []).append(index)
+        many = sum(bool(spec.row_shape) for spec in specs) > MOST_ALONE
+        for index, spec in enumerate(specs):
+            together = spec.padding is None and (many or not spec.row_shape)
+            groups.setdefault(spec.dtype if together else index, []).append(index)
         for columns in groups.values():
             first = specs[columns[0]]
             if first.padding is None:
-                self._groups.append((columns, StoredRows(self._directory, first, len(columns))))
+                chosen = [specs[index] for index in columns]
+                self._groups.append((columns, StoredRows(self._directory, *chosen)))
             else:
                 self._groups.append((columns, StoredSequences(self._directory, first)))
         self.rows = rows

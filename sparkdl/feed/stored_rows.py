@@ -7,6 +7,7 @@ files. So rows may come in any order, and one is found without a walk over those
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -29,21 +30,25 @@ PAGE_BYTES = 2 << 20
 
 
 class StoredRows:
-    """Columns that lie side by side in one file: one of any shape, or several of numbers.
+    """Columns of one dtype that lie side by side in one file.
 
     Args:
         directory: where to put the file.
-        spec: the first column.
-        width: how many columns like it lie side by side.
+        specs: the columns, of known shapes.
+
+    Raises:
+        TrainingError: it cannot be made.
     """
 
-    def __init__(self, directory: Path, spec: ColumnSpec, width: int = 1) -> None:
-        self.dtype = spec.dtype
-        self.row_shape = spec.row_shape if width == 1 else (width,)
-        self._row_bytes = self.dtype.itemsize * width * (spec.elements or 0)
-        self._width = width
+    def __init__(self, directory: Path, *specs: ColumnSpec) -> None:
+        self.dtype = specs[0].dtype
+        self._shapes = [spec.row_shape for spec in specs]
+        self._widths = [spec.elements or 0 for spec in specs]
+        width = sum(self._widths)
+        self.row_shape = (width,) if len(specs) > 1 else specs[0].row_shape
+        self._row_bytes = self.dtype.itemsize * width
         self._directory = directory
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - closed in close()
+        self._file = _unnamed_file(directory)
         self._written = 0
         self._tail = bytearray()
         """What was appended and is not in the file yet."""
@@ -61,16 +66,26 @@ class StoredRows:
 
     def pack(self, columns: Sequence[Tensor]) -> Tensor:
         """Put columns side by side."""
-        # Twice as fast as torch.stack(columns, dim=1).
-        return columns[0] if len(columns) == 1 else torch.stack(list(columns)).t().contiguous()
+        if len(columns) == 1:
+            return columns[0]
+        if not any(self._shapes):  # twice as fast as torch.stack(columns, dim=1)
+            return torch.stack(list(columns)).t().contiguous()
+        flat = [each.reshape(len(each), n) for each, n in zip(columns, self._widths, strict=True)]
+        return torch.cat(flat, dim=1)
 
     def unpack(self, packed: Tensor, *, pinned: bool) -> list[Tensor]:
         """Take them apart."""
-        if self._width == 1:
+        if len(self._shapes) == 1:
             return [packed]
-        shape = (self._width, len(packed))
-        apart = torch.empty(shape, dtype=self.dtype, pin_memory=pinned)
-        return list(apart.copy_(packed.t()).unbind(0))
+        if not any(self._shapes):
+            turned = (len(self._shapes), len(packed))
+            apart = torch.empty(turned, dtype=self.dtype, pin_memory=pinned)
+            return list(apart.copy_(packed.t()).unbind(0))
+        columns = []
+        for part, shape in zip(torch.split(packed, self._widths, 1), self._shapes, strict=True):
+            whole = torch.empty((len(packed), *shape), dtype=self.dtype, pin_memory=pinned)
+            columns.append(whole.copy_(part.view(whole.shape)))
+        return columns
 
     def append(self, values: Tensor) -> None:
         """Write rows behind those that were appended before.
@@ -152,6 +167,19 @@ class StoredRows:
                     mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
                     self._stored_rows = np.frombuffer(mapped, self._row_kind)
         return self._stored_rows
+
+
+def _unnamed_file(directory: Path) -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile(dir=directory, buffering=0)
+    except OSError as error:
+        remedy = "Let the executors write there, or change storeIn"
+        if error.errno == errno.EMFILE:
+            remedy = "Raise their limit (ulimit -n), or pad fewer columns: each is two files"
+        raise TrainingError(
+            f"a worker cannot make a file for its rows in {directory} on {socket.gethostname()} "
+            f"({error.strerror}). {remedy}"
+        ) from error
 
 
 def _bytes_of(values: Tensor) -> memoryview:

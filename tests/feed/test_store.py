@@ -147,6 +147,39 @@ class TestPartitionStore:
             assert len(columns) == len(self.COLUMNS)
             store.close()
 
+    def test_hundreds_of_columns_of_arrays_take_a_file_for_each_dtype(self, tmp_path: Path) -> None:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        shapes = [(2,), (1, 3), (0,)]
+        specs = [
+            ColumnSpec(f"c{i}", (torch.float32, torch.int64)[i % 2], shapes[i % 3])
+            for i in range(700)
+        ]
+        batch: list[Column] = [
+            torch.arange(5 * (spec.elements or 0)).add(i).view(5, *spec.row_shape).to(spec.dtype)
+            for i, spec in enumerate(specs)
+        ]
+        store = PartitionStore(tmp_path)
+        store.append(specs, batch)
+        rows = torch.tensor([4, 0, 2])
+        for taken, whole in zip(store.take(rows), batch, strict=True):
+            assert isinstance(whole, Tensor)
+            assert isinstance(taken, Tensor)
+            assert taken.dtype is whole.dtype
+            assert torch.equal(taken, whole[rows])
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 4  # opened and mapped
+        store.close()
+
+    def test_a_file_that_cannot_be_opened_is_told_with_the_limit_to_raise(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def exhausted(**_: object) -> None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", exhausted)
+        told = rf"file for its rows in {tmp_path} on .* \(Too many open files\).*ulimit -n"
+        with pytest.raises(TrainingError, match=told):
+            PartitionStore(tmp_path).append([SPEC], [torch.ones(1, 1024)])
+
     def test_without_rows_it_has_no_columns_and_a_slice_not_contiguous_is_stored_as_it_reads(
         self, tmp_path: Path
     ) -> None:
