@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from sparkdl.arguments import counted
+from sparkdl.encodings import VECTOR
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.column_statistics import ColumnStatistics, located
 from sparkdl.feed.conversion import limits
-from sparkdl.feed.decode import FILL_ELEMENTS, Decoded, instead_of_nulls, usable
+from sparkdl.feed.decode import FILL_ELEMENTS, Decoded, in_sql, instead_of_nulls, usable
 from sparkdl.feed.fingerprint import MODULUS
 from sparkdl.protocols import ColumnSpec
 
@@ -208,8 +209,12 @@ def check_statistics(
         DataError: nulls, arrays of unequal length, no rows, or fewer than workers.
         TrainingError: the workers have looked at a different number of columns.
     """
+    held_out = ""
+    if statistics.held_out:
+        what = counted(statistics.held_out, "row")
+        held_out = f"validationIndicatorCol or validationFraction holds out {what}"
     if statistics.rows == 0:
-        told = left_out(statistics, columns)
+        told = "; ".join(filter(None, (held_out, left_out(statistics, columns))))
         raise DataError(f"there is nothing to train on: {told}" if told else NO_ROWS)
     if len(statistics.columns) != len(columns):
         raise TrainingError(
@@ -222,9 +227,11 @@ def check_statistics(
         _check_range(found, spec, rows)
     workers = len(statistics.shard_rows)
     if statistics.rows < workers:
+        to_train = f" to train on ({held_out})" if held_out else ""
         raise DataError(
-            f"the DataFrame has {counted(statistics.rows, 'row')}, fewer than the {workers} "
-            f"workers. Set numWorkers, or num_workers of sparkdl.run, to at most {statistics.rows}"
+            f"the DataFrame has {counted(statistics.rows, 'row')}{to_train}, fewer than the "
+            f"{workers} workers. Set numWorkers, or num_workers of sparkdl.run, to at most "
+            f"{statistics.rows}"
         )
 
 
@@ -256,11 +263,14 @@ def _check_column(found: ColumnStatistics, spec: ColumnSpec, rows: int, or_skip:
     if found.shortest != found.longest and not padded:
         places = found.where("shortest"), found.where("longest")
         where = f" (for example {places[0]} and {places[1]})" if all(places) else ""
+        values = f"'{in_sql(name)}'"
+        if spec.encoding == VECTOR:
+            values = f"pyspark.ml.functions.vector_to_array({values})"
         raise DataError(
             f"column '{name}' holds arrays of {found.shortest} to {found.longest} elements{where}; "
             "every row must have the same number. Have minibatches padded with padCols="
             f"{{'{name}': 0}}, cut them to one length first, or find the odd rows with "
-            f"df.groupBy(F.size('{name}')).count()"
+            f"df.groupBy(F.size({values})).count()"
         )
     if found.longest == 0:
         raise DataError(f"column '{name}' holds only empty arrays: there is nothing to feed")

@@ -12,6 +12,7 @@ from every_row import every, every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdl.encodings import VECTOR
 from sparkdl.errors import DataError, TrainingError
 from sparkdl.feed.column_statistics import ColumnStatistics, places_from, scan
 from sparkdl.feed.shards import DataStatistics, ShardStatistics, check_statistics
@@ -138,7 +139,7 @@ GOOD = ColumnStatistics(smallest=0, largest=1)
     (
         {"shortest": 2, "longest": 9},
         (3, 4),
-        r"holds arrays of 2 to 9 elements;.*F\.size\('second'\)",
+        r"holds arrays of 2 to 9 elements;.*F\.size\('`second`'\)",
     ),
     ({"shortest": 0, "longest": 0}, (3, 4), "holds only empty arrays"),
     (
@@ -155,6 +156,26 @@ def test_what_cannot_be_trained_on_is_refused_with_its_number_and_a_remedy(
     named = "column 'second' " if sum(shard_rows) == 7 else ""
     with pytest.raises(DataError, match=named + words):
         check_statistics(told, specs)
+
+
+@every_row(
+    ((0, 0), "nothing to train on: validationIndicatorCol"),
+    ((0, 1), r"has 1 row to train on \(validationIndicatorCol"),
+)
+def test_rows_that_are_held_out_are_not_said_to_be_missing(
+    shard_rows: tuple[int, ...], words: str
+) -> None:
+    told = DataStatistics(shard_rows, (GOOD,), held_out=7)
+    with pytest.raises(DataError, match=f"{words}.* holds out 7 rows"):
+        check_statistics(told, [WHOLE])
+
+
+def test_how_to_find_vectors_of_another_length_is_code_that_spark_runs() -> None:
+    told = DataStatistics((3,), (ColumnStatistics(shortest=5, longest=6),))
+    spec = ColumnSpec("a.b", torch.float32, (UNKNOWN,), VECTOR)
+    code = r"F\.size\(pyspark\.ml\.functions\.vector_to_array\('`a\.b`'\)\)"
+    with pytest.raises(DataError, match=code):
+        check_statistics(told, [spec])
 
 
 @every("told", [0, 1, 3])
