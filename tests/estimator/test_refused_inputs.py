@@ -142,6 +142,18 @@ def test_a_column_that_is_missing_or_there_twice_is_named(
         refuse(doubled, DataError, f"'{name}'", "2 times", "rename")
 
 
+def test_a_column_that_spark_does_not_tell_from_another_is_refused_unless_it_is_told_to(
+    spark: SparkSession, refuse: Refuse
+) -> None:
+    doubled = frame(spark).withColumnsRenamed({"id": "Label"})
+    refuse(doubled, DataError, "labelCol", "'Label', 'label'", "spark.sql.caseSensitive", "rename")
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        assert estimator(**THREE).fit(doubled).module
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+
+
 def test_a_frame_of_fewer_rows_than_workers_is_refused_shuffled_or_not(
     spark: SparkSession, refuse: Refuse
 ) -> None:

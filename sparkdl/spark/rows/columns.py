@@ -21,6 +21,7 @@ from sparkdl.feed.conversion import limits
 from sparkdl.feed.decode import in_sql
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 
+_CASE = "spark.sql.caseSensitive"
 _INTEGRAL = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
 _FRACTIONAL = (T.FloatType, T.DoubleType, T.DecimalType)
 
@@ -221,12 +222,22 @@ def input_columns(frame: DataFrame, names: Sequence[str], param: str) -> list[In
         param: the Param that names them, for messages.
 
     Raises:
-        DataError: a column is missing or duplicated, or its type cannot become a tensor.
+        DataError: a column is missing, duplicated or not told from another by Spark, or its type
+            cannot become a tensor.
     """
     fields: dict[str, list[T.StructField]] = {}
+    spellings: dict[str, set[str]] = {}
     for field in frame.schema.fields:
         fields.setdefault(field.name, []).append(field)
-    return [_input_column(frame, fields.get(name, []), name, param) for name in names]
+        spellings.setdefault(field.name.lower(), set()).add(field.name)
+    found = [_input_column(frame, fields.get(name, []), name, param) for name in names]
+    alike = next((each for name in names if len(each := spellings[name.lower()]) > 1), None)
+    if alike and str(frame.sparkSession.conf.get(_CASE)).lower() != "true":
+        raise DataError(
+            f"{param} names one of the columns {listed(map(repr, sorted(alike)))}, which are one "
+            f"to Spark unless {_CASE} is true. Drop or rename the others"
+        )
+    return found
 
 
 def type_of(
