@@ -74,6 +74,7 @@ def indexed(
 
     Raises:
         ConfigError: the labels are texts, and the column booleans: which is true?
+        DataError: the column has indices of the same texts in another order.
     """
     field = _field(dataset, column)
     if field is None or classes is None:
@@ -86,6 +87,7 @@ def indexed(
             "drop labels for the first of these"
         )
     if not texts and isinstance(classes[0], str):
+        _require_same_indices(field, classes)
         return dataset, column  # StringIndexer's own numbers
     name = f"{column} (index into the labels)"  # errors about the column's values quote it
     wanted = quoted(column) if texts else quoted(column).cast("double")
@@ -102,6 +104,18 @@ def indexed(
         told = F.concat(F.lit(_holds(column)), text, F.lit(_not_among(classes)))
         index = F.when(index < len(classes), index).otherwise(F.raise_error(told).cast("double"))
     return found.withColumn(name, index).drop(_TEXT, _INDEX), name
+
+
+def _require_same_indices(field: T.StructField, classes: list[Label]) -> None:
+    """Refuse indices of a StringIndexer that was fitted to other rows: it sorts by frequency."""
+    places = {text: index for index, text in enumerate(classes)}
+    for index, text in enumerate(field.metadata.get("ml_attr", {}).get("vals") or ()):
+        if places.get(text, index) != index:
+            raise DataError(
+                f"{_holds(field.name)}{index} for {text!r}, as its metadata says, but that is "
+                f"class {places[text]} of labels={classes!r:.200}. Index all rows with one "
+                "StringIndexerModel, or set labelCol to the column of texts"
+            )
 
 
 def require_known(

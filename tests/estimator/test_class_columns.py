@@ -241,3 +241,14 @@ def test_indices_get_their_names_whatever_the_column_is_called(
     assert named.columns == [name, "other"]
     assert named.schema[name].metadata["ml_attr"]["vals"] == ["no", "yes"]
     assert tuple(named.collect()[0]) == (1.0, "x")
+
+
+def test_indices_that_another_string_indexer_gave_to_the_same_texts_are_refused(
+    spark: SparkSession,
+) -> None:
+    rows = with_names(spark.createDataFrame([(0.0,), (1.0,)], "y double"), "y", ["no", "yes"])
+    for same in (["no", "yes"], ["no", "yes", "__unknown"], ["cat", "dog"]):
+        assert indexed(rows, "y", [*same])[1] == "y"
+    told = r"'y' holds 0 for 'no', .*class 1 of labels=\['yes', 'no'\].*StringIndexerModel"
+    with pytest.raises(DataError, match=told):
+        indexed(rows, "y", ["yes", "no"])
