@@ -24,7 +24,7 @@ import struct
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from typing_extensions import Self
@@ -150,7 +150,10 @@ def read_stage(
     finally:
         stuck.cancel()
         spark.removeTag(tag)
-        spark.interruptTag(tag)  # does nothing to a stage that has ended
+        # Does nothing to a stage that has ended. A server that has gone cannot be asked, and what
+        # that did to the run, or the run's result, matters more.
+        with suppress(Exception):
+            spark.interruptTag(tag)
     if "error" in header:
         error = restored_error(header["error"])
         if isinstance(error, CallbackError):

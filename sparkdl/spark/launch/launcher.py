@@ -56,6 +56,7 @@ _UNREACHABLE = re.compile(
 )
 """How a task fails that could never reach the driver."""
 
+_SESSION_GONE = "INVALID_HANDLE.SESSION_"
 _FILE_GONE = re.compile(r"Stream '/artifacts/\S+' was not found")
 """How a task fails that is to fetch a file which a Connect session has sent to its server.
 
@@ -248,6 +249,12 @@ def as_training_error(
             f"{gone[0]}. With {ISOLATION}=false it shares such files among its sessions, and when "
             "one of those ends, or a frame that it had cached is dropped, all others' jobs fail. "
             f"Restart the server with {ISOLATION}=true, as sbin/start-connect-server.sh does"
+        )
+    if _SESSION_GONE in text:
+        return TrainingError(
+            f"the Spark Connect server no longer has this session ({shortened(text, 200)}): it was "
+            "restarted, or has closed the session. Call the session's stop(), create another with "
+            "sparkdl.create_session(), and read the rows again in it"
         )
     if unreachable := _UNREACHABLE.search(text):
         return TrainingError(

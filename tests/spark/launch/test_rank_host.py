@@ -273,6 +273,29 @@ def test_a_worker_that_stays_after_the_run_is_ended_and_fails_nobody(
     assert found == (b"the model", {0: b"its result"})
 
 
+def test_a_run_whose_connect_server_was_restarted_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(*_: Any) -> None:
+        raise RuntimeError("no active session")
+
+    def restarted(*_: Any, **__: Any) -> Iterator[Row]:
+        said = "[RESPONSE_ALREADY_RECEIVED] INVALID_HANDLE.SESSION_NOT_FOUND on the server"
+        raise RuntimeError(said)
+        yield
+
+    monkeypatch.setattr(beside, "run_tasks", restarted)
+    monkeypatch.setattr(beside, "send", lambda *_: None)
+    session: Any = SimpleNamespace(
+        addTag=lambda tag: None, removeTag=lambda tag: None, interruptTag=gone
+    )
+    workers: Any = SimpleNamespace(
+        frame=SimpleNamespace(sparkSession=session), num_tasks=2, ranks_a_task=1
+    )
+    with pytest.raises(TrainingError, match=r"it was restarted, .* Call the session's stop\(\)"):
+        read_stage(workers, "os:path", b"", lambda *_: None, begin_s=1.0, shipment=None)
+
+
 def test_a_first_task_that_never_comes_to_the_first_meeting_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
