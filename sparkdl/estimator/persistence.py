@@ -24,7 +24,7 @@ from sparkdl import callbacks, strategies
 from sparkdl.checkpoint.module_files import read_json_object
 from sparkdl.checkpoint.object_spec import LOSS, MODEL, Expected, load_object, save_object
 from sparkdl.checkpoint.trust import TrustArgument, classes_of
-from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
 from sparkdl.estimator.params.declaration import DeclaredParams, described
 from sparkdl.redaction import shown
 from sparkdl.spark.catalyst.versions import searched_grid
@@ -123,20 +123,30 @@ class DirectoryWriter(MLWriter):
 
         Raises:
             ConfigError: something is there already and ``overwrite()`` was not called.
+            CheckpointError: the disk is full, or cannot be written to.
         """
-        with tempfile.TemporaryDirectory(prefix="sparkdl-save-") as scratch:
-            directory = Path(scratch)
-            # A Param that a user's own subclass adds is plain, whatever its name.
-            given = (name for name in EXPECTED if name in self.instance.declarations)
-            values = {name: self.instance.getOrDefault(name) for name in given}
-            # A text is loss="model", or the name of an optimizer.
-            objects = {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
-            self._write_metadata(directory, leave_out=set(objects))
-            if objects:
-                saved = {name: save_object(each, directory, name) for name, each in objects.items()}
-                (directory / OBJECTS).write_text(json.dumps(saved, indent=2))
-            self._write_more(directory)
-            publish(directory, path, overwrite=self.shouldOverwrite)
+        try:
+            with tempfile.TemporaryDirectory(prefix="sparkdl-save-") as scratch:
+                self._save(Path(scratch), path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{shown(path)} could not be written: it is put together among temporary files in "
+                f"{tempfile.tempdir or 'TMPDIR'} first, and there: {error}. Set TMPDIR to a folder "
+                "with more space. What was there before is unchanged"
+            ) from error
+
+    def _save(self, directory: Path, path: str) -> None:
+        # A Param that a user's own subclass adds is plain, whatever its name.
+        given = (name for name in EXPECTED if name in self.instance.declarations)
+        values = {name: self.instance.getOrDefault(name) for name in given}
+        # A text is loss="model", or the name of an optimizer.
+        objects = {n: v for n, v in values.items() if v is not None and not isinstance(v, str)}
+        self._write_metadata(directory, leave_out=set(objects))
+        if objects:
+            saved = {name: save_object(each, directory, name) for name, each in objects.items()}
+            (directory / OBJECTS).write_text(json.dumps(saved, indent=2))
+        self._write_more(directory)
+        publish(directory, path, overwrite=self.shouldOverwrite)
 
     def _write_metadata(self, directory: Path, leave_out: set[str]) -> None:
         instance = self.instance

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from sparkdl import (
     trusted_pickles,
 )
 from sparkdl.callbacks import EarlyStopping, ModelCheckpoint, TimeBudget
-from sparkdl.errors import ConfigError, SparkDLError
+from sparkdl.errors import CheckpointError, ConfigError, SparkDLError
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,15 @@ def test_a_pipeline_is_no_model_by_itself(tmp_path: Path, spark: SparkSession) -
     PipelineModel([model]).save(str(tmp_path / "pipeline"))
     with pytest.raises(ConfigError, match=r"Call PipelineModel\.load"):
         TorchModel.load(str(tmp_path / "pipeline"))
+
+
+def test_a_disk_of_temporary_files_that_cannot_hold_a_model_is_named_with_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    words = rf"/model could not be written: .* in {tmp_path}/gone first, .* Set TMPDIR to"
+    with pytest.raises(CheckpointError, match=words):
+        TorchModel.from_module(nn.Linear(4, 2), torch.zeros(1, 4)).save(str(tmp_path / "model"))
 
 
 def test_a_model_is_loaded_as_the_class_of_its_user_too(tmp_path: Path) -> None:
