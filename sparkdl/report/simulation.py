@@ -111,7 +111,7 @@ def simulate(
     )
     state = _state(profile, optimizer_state)
     compared = STRATEGIES if strategies is None else strategies
-    exchanges = [exchange_of(each, state, workers) for each in compared]
+    exchanges = [exchange_of(each, state) for each in compared]
     own = profile.strategy not in map(repr, compared)
     sent = profile.traffic
     if strategies is None and own and sent is not None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.cluster import Cluster, Epoch, Seconds
-from sparkdl.planner.simulation.exchanges import Exchange, around, around_s
+from sparkdl.planner.simulation.exchanges import Exchange, around_s
 from sparkdl.planner.traffic import BACKWARD
 
 BUFFERED_BYTES = 1 << 19
@@ -78,9 +78,7 @@ def own_s(exchange: Exchange, cluster: Cluster) -> float:
     """Seconds of an exchange in which a worker's own values are on their way."""
     if exchange.way == "group":
         parts, workers = exchange.buckets, cluster.workers
-        return parts * around_s(
-            exchange.up / parts, cluster.link, workers, gathers=exchange.gathers
-        )
+        return parts * around_s(exchange.up / parts, cluster.link, workers)
     passing_s = (exchange.up + exchange.down) / cluster.link.bandwidth
     return passing_s + 2 * cluster.link.latency
 
@@ -136,7 +134,7 @@ def _count_bytes(exchange: Exchange, cluster: Cluster, epoch: Epoch) -> None:
     way, workers = exchange.way, cluster.workers
     up, down = exchange.up * epoch.rounds, exchange.down * epoch.rounds
     if way == "group":
-        epoch.sent = math.prod(around(up, workers, gathers=exchange.gathers))
+        epoch.sent = 2 * (workers - 1) / workers * up
         epoch.driver += exchange.commit
     elif way in ("visits", "neighbors"):
         epoch.sent = min(2, workers - 1) * up if way == "neighbors" else (workers > 1) * (up + down)

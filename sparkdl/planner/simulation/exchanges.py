@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal
@@ -14,16 +13,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.traffic import Traffic, traffic_of
 from sparkdl.protocols import float32_layout
-from sparkdl.strategies import (
-    GossipAveraging,
-    GradientAllReduce,
-    Strategy,
-    ThresholdGradientSharing,
-    TopK,
-)
-
-TO_PAIRS = 2
-"""How many times as long float32s are with their places."""
+from sparkdl.strategies import GossipAveraging, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +26,8 @@ class Exchange:
             host with the center. ``group``: all workers among themselves. ``visits``: each worker
             with another, for whom it does not wait. ``neighbors``: with two others, for whom it
             does.
-        up: bytes that a worker sends in an exchange; in a group, that it has to be summed.
+        up: bytes that a worker sends in an exchange; in a group, that it has to be summed around a
+            ring, as by gloo and NCCL. To gather S bytes of all N takes as long as a sum of N S / 2.
         down: bytes that it receives; in a group 0.
         period: steps after which the whole state has been exchanged.
         fragments: exchanges in which that happens.
@@ -45,8 +36,6 @@ class Exchange:
             the others.
         overlap: steps that a worker trains on while an exchange is under way.
         policy: makes the round policy, for rounds in the driver.
-        gathers: whether each of a group receives what all others send, in place of a sum around a
-            ring, as gloo's and NCCL's is.
         buckets: in a group, how many equal parts are exchanged one after the other, each as soon as
             the backward pass has it ready.
         commit: bytes that one worker sends to the driver at an epoch's end.
@@ -63,7 +52,6 @@ class Exchange:
     final: float | None = None
     overlap: int = 0
     policy: Callable[[], RoundPolicy] = All
-    gathers: bool = False
     buckets: int = 1
     commit: float = 0.0
     commit_every: int | None = None
@@ -83,36 +71,28 @@ class Exchange:
         return lengths + [0] * min(self.closing, most - len(ends))
 
 
-def around(octets: float, workers: int, *, gathers: bool = False) -> tuple[int, float]:
-    """How many messages go around a ring one after the other, and the bytes of each.
+def around_s(octets: float, link: Link, workers: int) -> float:
+    """Seconds of a sum around a ring: 2 (N - 1) messages one after the other, of an N-th each.
 
     Args:
-        octets: bytes that each worker has to be summed: 2 (N - 1) messages of an N-th each.
+        octets: bytes that each worker has to be summed.
+        link: of each.
         workers: N; one alone sends nothing.
-        gathers: whether each gets the whole of all others instead, in N - 1 messages.
 
     Source: the alpha-beta model.
     """
-    return (workers - 1, octets) if gathers else (2 * (workers - 1), octets / workers)
-
-
-def around_s(octets: float, link: Link, workers: int, *, gathers: bool = False) -> float:
-    """Seconds that these messages take on a link."""
-    messages, each = around(octets, workers, gathers=gathers)
-    return messages * (link.latency + each / link.bandwidth)
+    return 2 * (workers - 1) * (link.latency + octets / workers / link.bandwidth)
 
 
 def exchange_of(
     strategy: Strategy[Any] | Exchange,
     state: Mapping[str, float],
-    workers: int,
 ) -> Exchange:
     """What a strategy's replicas send.
 
     Args:
         strategy: any; or what it sends, as it is.
         state: bytes of a replica's ``parameters``, ``buffers`` and ``optimizer``, as float32.
-        workers: how many there are.
 
     Raises:
         ConfigError: what it sends depends on values or shapes that are not known, or it is no
@@ -122,38 +102,19 @@ def exchange_of(
         return strategy
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"{strategy!r:.200} is no strategy, such as ParameterAveraging(period=5)")
-    kinds = dict(state)
-    model, parameters = state["parameters"] + state["buffers"], state["parameters"]
+    kinds, name = dict(state), short_name(strategy)
     if not strategy.needs.exchanges_optimizer_state:
         del kinds["optimizer"]
-    common: dict[str, Any] = {"name": short_name(strategy)}
     if isinstance(strategy, GossipAveraging):
-        waits = strategy.mode == "symmetric"
-        common |= {"way": "neighbors" if waits else "visits", "period": strategy.period}
+        model = state["parameters"] + state["buffers"]
         up, down = (0.0 if strategy.mode == other else model for other in ("pull", "push"))
-        return Exchange(**common, up=up, down=down, commit=model)
-    if isinstance(strategy, ThresholdGradientSharing) and strategy.sparsity is not None:
-        # Messages with the part of the entries that is in the middle of what the threshold adapts
-        # to: an entry is its place. Replies have the places and sums of all that any worker sent.
-        sent = parameters * math.sqrt(math.prod(strategy.sparsity))
-        common |= {"up": sent, "period": strategy.period}
-        if strategy.aggregation == "driver":
-            return Exchange(**common, way="driver", down=min(model, TO_PAIRS * workers * sent))
-        common |= {"commit": model, "commit_every": strategy.commit_every}
-        return Exchange(**common, way="group", gathers=True)
-    if (
-        isinstance(strategy, GradientAllReduce)
-        and isinstance(strategy.compression, TopK)
-        and not strategy.shard_optimizer
-    ):
-        common |= {"commit": sum(kinds.values()), "commit_every": strategy.commit_every}
-        sent = TO_PAIRS * parameters * strategy.compression.fraction
-        common |= {"period": strategy.accumulate}
-        return Exchange(**common, way="group", up=sent, gathers=True)
-    if getattr(strategy, "reduction", None) is not None:
-        raise ConfigError(
-            f"{common['name']} sums along trees of several colours, which are not simulated: drop "
-            "reduction, or leave the strategy out of strategies"
+        return Exchange(
+            name=name,
+            way="neighbors" if strategy.mode == "symmetric" else "visits",
+            up=up,
+            down=down,
+            period=strategy.period,
+            commit=model,
         )
     layout, traffic = float32_layout(kinds), None
     compressed = getattr(strategy, "compression", None) not in (None, "fp16", "bf16")
@@ -162,11 +123,12 @@ def exchange_of(
         traffic = traffic_of(strategy, layout, [trained])
     if traffic is None:
         raise ConfigError(
-            f"what {common['name']} sends is not known: it depends on the layers, on the values, "
-            "on a schedule or on the strategy's own code. Leave it out of strategies, or put there "
-            "what it sends, an Exchange of sparkdl.planner.simulation.exchanges"
+            f"what {name} sends is not known: it depends on the layers, on the values, on a "
+            "schedule, on trees of workers or on the strategy's own code. Leave it out of "
+            "strategies, or put there what it sends, an Exchange of "
+            "sparkdl.planner.simulation.exchanges"
         )
-    found = of_traffic(common["name"], traffic, strategy)
+    found = of_traffic(name, traffic, strategy)
     if found.way != "driver":
         return found
     # Fragments are all sent once more. A replica that is pulled to the center that it meets says

@@ -55,7 +55,7 @@ def cluster(**given: Any) -> Cluster:
 def run(strategy: Strategy[Any], steps: int, octets: float = LARGE, **given: Any) -> DriverRun:
     of = cluster(**{"workers": 4} | given)
     state = {"parameters": octets, "buffers": 0.0, "optimizer": 0.0}
-    exchange = exchange_of(strategy, state, of.workers)
+    exchange = exchange_of(strategy, state)
     return DriverRun(exchange, of, exchange.windows(steps, 10_000))
 
 
@@ -211,7 +211,7 @@ STAIRS: list[tuple[ElasticAveraging, int | None, float]] = [
 def test_the_staircase_of_easgd_is_as_high_as_measured(
     strategy: ElasticAveraging, overlap: int | None, measured: float
 ) -> None:
-    exchange = replace(exchange_of(strategy, STATE, 8), commit=0.0)
+    exchange = replace(exchange_of(strategy, STATE), commit=0.0)
     if overlap is not None:
         exchange = replace(exchange, overlap=overlap)
     stair = simulate_epoch(exchange, cluster(times=LogNormal(COMPUTING_S)), 60).seconds / 60
@@ -242,7 +242,7 @@ def test_a_star_and_a_ring_overtake_each_other_where_their_closed_forms_say(work
 
 @every("strategy", STRATEGIES)
 def test_more_bandwidth_never_takes_longer(strategy: Strategy[Any]) -> None:
-    exchange = exchange_of(strategy, STATE, 8)
+    exchange = exchange_of(strategy, STATE)
     speeds = (1e5, 1e6, 1e7, 1e8, 1e9, 1e10)
     seconds = [
         simulate_epoch(exchange, cluster(link=Link(speed, 1e-4)), 60).seconds for speed in speeds
@@ -256,7 +256,7 @@ def test_more_bandwidth_never_takes_longer(strategy: Strategy[Any]) -> None:
 def test_with_links_that_take_no_time_the_slowest_worker_s_steps_are_an_epoch(
     strategy: Strategy[Any],
 ) -> None:
-    exchange = exchange_of(strategy, STATE, 8)
+    exchange = exchange_of(strategy, STATE)
     found = simulate_epoch(exchange, cluster(link=Link(1e15), slow={2: 1.5}), 60)
     assert found.seconds == pytest.approx(60 * 0.15, rel=0.2)
     assert found.seconds >= 60 * 0.15
@@ -266,7 +266,7 @@ def test_with_links_that_take_no_time_the_slowest_worker_s_steps_are_an_epoch(
 def test_a_worker_alone_has_nobody_to_exchange_with_but_the_driver() -> None:
     alone = cluster(workers=1, link=Link(1.0))
     for strategy in STRATEGIES:
-        exchange = replace(exchange_of(strategy, STATE, 1), commit=0.0)
+        exchange = replace(exchange_of(strategy, STATE), commit=0.0)
         if exchange.way not in ("driver", "hosts"):
             found = simulate_epoch(exchange, alone, 60)
             assert (found.seconds, found.sent) == (pytest.approx(6.0), 0.0)
@@ -276,7 +276,7 @@ def test_what_is_too_much_to_decide_on_is_taken_to_go_on_as_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of = cluster(workers=12, link=Link(1.25e8), times=LogNormal(0.1, 0.3))
-    exchange = exchange_of(AsynchronousSGD(1, barrier=SSP(3)), STATE, 12)
+    exchange = exchange_of(AsynchronousSGD(1, barrier=SSP(3)), STATE)
     whole = simulate_epoch(exchange, of, 600)
     monkeypatch.setattr(simulation, "MOST_DECISIONS", 12 * 200)
     some = simulate_epoch(exchange, of, 600)
