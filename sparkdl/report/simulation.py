@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.arguments import as_number, require_positive, require_whole
+from sparkdl.arguments import require_positive, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.planner.profile import Profile
@@ -55,9 +55,8 @@ def simulate(
     link: str | float | Link,
     strategies: Sequence[Strategy[Any] | Exchange] | None = None,
     slow: Mapping[int, float] | None = None,
-    step_s: float | Sequence[float] | LogNormal | None = None,
+    step_s: float | LogNormal | None = None,
     rows: int | None = None,
-    optimizer_state: float | None = None,
     workers_per_host: int = 1,
     seed: int = 0,
 ) -> pd.DataFrame:
@@ -74,12 +73,10 @@ def simulate(
         strategies: what to compare; None for the usual ones, and the fit's own if its traffic is
             known.
         slow: how many times as long the steps of some ranks take, for example ``{3: 4.0}``.
-        step_s: seconds of a step, its feed included: a number, measured ones, or their
-            distribution, a ``LogNormal``. None for what the fit has recorded, whose steps vary as
-            its windows did if there were 20 or more.
+        step_s: seconds of a step, its feed included: a number, or their distribution, a
+            ``LogNormal``. None for what the fit has recorded, whose steps vary as its windows did
+            if there were 20 or more.
         rows: of an epoch, all workers' together; None for the fit's.
-        optimizer_state: copies of the parameters in the optimizer's state: 0 for SGD, 1 with
-            momentum, 2 for Adam. None for what the fit has exchanged beside the model, if it did.
         workers_per_host: how many share a host, and its link.
         seed: determines everything that is drawn.
 
@@ -109,7 +106,7 @@ def simulate(
         per_host=workers_per_host,
         seed=seed,
     )
-    state = _state(profile, optimizer_state)
+    state = _state(profile)
     compared = STRATEGIES if strategies is None else strategies
     exchanges = [exchange_of(each, state) for each in compared]
     own = profile.strategy not in map(repr, compared)
@@ -144,7 +141,7 @@ def simulate_epoch(exchange: Exchange, cluster: Cluster, steps: int) -> Epoch:
 def _times(
     fit: TrainingSummary | Profile,
     profile: Profile,
-    given: float | Sequence[float] | LogNormal | None,
+    given: float | LogNormal | None,
 ) -> LogNormal:
     if isinstance(given, LogNormal):
         return given
@@ -153,10 +150,8 @@ def _times(
             f"this fit with {profile.strategy:.80} does not tell computing from sending gradients, "
             "which goes on at the same time: give step_s, or the summary of a fit with 1 worker"
         )
-    if as_number(given) is not None:
-        return LogNormal(require_positive("step_s", given))
     if given is not None:
-        return fitted(given)  # type: ignore[arg-type]
+        return LogNormal(require_positive("step_s", given))
     if isinstance(fit, TrainingSummary):
         ratios, steps = fit.recording.window_ratios(profile.batch_size)
         if len(ratios) >= FEW:
@@ -164,13 +159,10 @@ def _times(
     return LogNormal(profile.step_s)
 
 
-def _state(profile: Profile, copies: float | None) -> dict[str, float]:
-    """Bytes of what replicas hold, by kind."""
+def _state(profile: Profile) -> dict[str, float]:
+    """Bytes of what replicas hold, by kind; of the optimizer, what the fit has exchanged."""
     parameters = 4.0 * profile.trained
-    if copies is None:
-        sent = 0.0 if profile.traffic is None else max(profile.traffic.up, profile.traffic.state)
-        optimizer = max(0.0, sent - profile.model_bytes)
-    else:
-        optimizer = parameters * require_positive("optimizer_state", copies, or_zero=True)
+    sent = 0.0 if profile.traffic is None else max(profile.traffic.up, profile.traffic.state)
+    optimizer = max(0.0, sent - profile.model_bytes)
     buffers = max(0.0, profile.model_bytes - parameters)
     return {"parameters": parameters, "buffers": buffers, "optimizer": optimizer}

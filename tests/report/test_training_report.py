@@ -176,16 +176,6 @@ def test_an_epoch_is_computed_and_exchanged_as_often_as_the_rows_ask_for() -> No
     assert (row.busiest_bytes, row.driver_bytes) == (20 * 12e6, 2 * 20 * 12e6)
 
 
-def test_the_optimizer_s_state_is_what_the_fit_sent_or_as_large_as_one_says() -> None:
-    strategies = [ParameterAveraging()]
-    sent = {
-        copies: simulate(strategies=strategies, optimizer_state=copies).busiest_bytes.iloc[0]
-        for copies in (None, 0, 1, 2)
-    }
-    assert sent[None] == sent[2] == 3 * sent[0]
-    assert sent[1] == 2 * sent[0]
-
-
 def test_the_fastest_comes_first_and_the_fit_s_own_strategy_is_among_them() -> None:
     table = simulate()
     assert list(table.seconds) == sorted(table.seconds)
@@ -206,7 +196,7 @@ def test_slow_workers_are_waited_for_in_step_only() -> None:
     assert found.max_staleness["ElasticAveraging(period=20, mode='asynchronous')"] > 3
 
 
-@every_row((0.5, 0.5), ([0.5, 0.5, 0.5], 0.5), (LogNormal(0.3, 0.1), 0.3))
+@every_row((0.5, 0.5), (LogNormal(0.3, 0.1), 0.3))
 def test_steps_take_what_one_says(given: Any, mean: float) -> None:
     row = simulate(step_s=given, strategies=[ParameterAveraging()]).iloc[0]
     assert row.computing * row.seconds == pytest.approx(100 * mean, rel=0.1)
@@ -235,13 +225,11 @@ def test_steps_vary_as_the_windows_of_the_fit_did(play: Play) -> None:
     ({"slow": {4: 2.0}}, "4 workers have ranks 0 to 3"),
     ({"slow": {1: 0}}, r"slow\[1\] must be a number > 0"),
     ({"rows": 0}, "rows must be a whole number >= 1"),
-    ({"optimizer_state": -1}, "optimizer_state must be a number >= 0"),
     ({"strategies": []}, "strategies is empty"),
     ({"strategies": ["averaging"]}, "is no strategy, such as"),
     ({"strategies": [GradientAllReduce(compression=PowerSGD(2))]}, "is not known: it depends"),
     ({"step_s": 0}, "step_s must be a number > 0"),
-    ({"step_s": []}, "must be a list of seconds"),
-    ({"step_s": [0.1, "b"]}, "a measured time must be a number > 0"),
+    ({"step_s": [0.1]}, "step_s must be a number > 0"),
     ({"workers_per_host": 0}, "workers_per_host must be a whole number >= 1"),
     ({"seed": -1}, "seed must be a whole number >= 0"),
 )

@@ -7,14 +7,14 @@ included; a window of several steps takes the sum of as many independent ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkdl.arguments import as_list, convert_numbers, require_positive, require_whole
+from sparkdl.arguments import convert_numbers, require_positive, require_whole
 from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 
@@ -66,23 +66,17 @@ class LogNormal:
         return drawn
 
 
-def fitted(seconds: Sequence[float] | Seconds, steps: int = 1) -> LogNormal:
+def fitted(seconds: Seconds, steps: int) -> LogNormal:
     """The log-normal distribution that measured times are likeliest to come from.
 
     Args:
-        seconds: measured times, each of a window; at least one.
+        seconds: measured times, each of a window; > 0.
         steps: optimizer steps in each of these windows, >= 1.
-
-    Raises:
-        ConfigError: there are none, or some are not positive numbers.
     """
-    if not as_list(seconds):
-        raise ConfigError(f"measured times must be a list of seconds, got {seconds!r:.200}")
-    times = np.array([require_positive("a measured time", each) for each in seconds])
-    logs = np.log(times)
+    logs = np.log(seconds)
     sigma = float(logs.std())
-    if len(times) < 3 or sigma < EQUAL:
-        return LogNormal(float(times.mean()) / steps)
+    if sigma < EQUAL:
+        return LogNormal(float(seconds.mean()) / steps)
     whole = math.exp(float(logs.mean()) + sigma**2 / 2)
     return LogNormal(whole / steps, math.sqrt(math.log1p(steps * math.expm1(sigma**2))))
 

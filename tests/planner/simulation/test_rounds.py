@@ -269,12 +269,8 @@ def test_what_was_drawn_is_found_again(true: LogNormal, steps: int) -> None:
         lambda: LogNormal(0.0),
         lambda: LogNormal(1.0, -0.1),
         lambda: LogNormal(float("nan")),
-        lambda: fitted([]),
-        lambda: fitted([0.1, 0.0]),
-        lambda: fitted([0.1, float("nan")]),
-        lambda: fitted("0.1"),
     ],
 )
 def test_times_that_cannot_be_are_refused_in_words(make: object) -> None:
-    with pytest.raises(ConfigError, match=r"must be a (number >|list of seconds)"):
+    with pytest.raises(ConfigError, match="must be a number >"):
         make()  # type: ignore[operator]
