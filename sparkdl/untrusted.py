@@ -8,6 +8,8 @@ from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from sparkdl.events import are_measured, are_metrics
 
 _COUNTS, _NUMBERS = range(1 << 63), range(-(1 << 63), 1 << 64)
@@ -61,6 +63,8 @@ def read(hint: Any, value: Any, name: str = "it", *, whole: bool = False) -> Any
         )
     elif origin is list and kind is list:
         return [read(arguments[0], each, name, whole=whole) for each in value]
+    elif origin is np.ndarray:
+        return np.asarray(value, get_args(arguments[1])[0])
     elif origin in (dict, Mapping) and kind is dict:
         return {key: read(arguments[1], each, name, whole=whole) for key, each in value.items()}
     elif origin is Literal:

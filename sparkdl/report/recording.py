@@ -5,15 +5,15 @@ The driver passes it every event. Times are seconds since it began, by the drive
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from sparkdl.averager.run_events import (
     EpochValidated,
@@ -26,7 +26,7 @@ from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.shards import DataStatistics
 from sparkdl.phases import COMPUTE, DECODE, PHASES
 from sparkdl.planner.profile import Fit
-from sparkdl.report.time_bins import TimeBins, array_of
+from sparkdl.report.time_bins import TimeBins
 from sparkdl.untrusted import read
 
 LANES = 32
@@ -77,17 +77,27 @@ class Failure:
     why: str
 
 
+_BY_RANK: dict[str, tuple[int, ...]] = {
+    "seconds": (len(PHASES),),
+    "before_training": (len(PHASES),),
+    "sent": (),
+    "received": (),
+    "rows": (),
+    "windows": (),
+}
+"""Attributes with a row for each worker, and the shape of that: seconds, or else counts."""
+_LATER: Any = None
+"""Until the number of workers is known."""
+
+
+@dataclass(eq=False)
 class Recording:
     """Adds up what workers and averager report.
 
-    Args:
-        world_size: number of workers.
-        setup: what is trained, and how.
-        most: how many workers there may be later; by default no more.
-
     Attributes:
-        setup: as given.
         world_size: the most workers that there have been at a time.
+        setup: what is trained, and how.
+        most: how many workers there may be later; 0 for no more.
         history: one summary per epoch that has ended, including those before this fit.
         epochs_before: how many of them were trained before.
         started_at: when the recording began, in seconds since 1970.
@@ -103,52 +113,65 @@ class Recording:
         uncertainty_s: how far off workers' times may be, in seconds.
         rows: trained on, by rank.
         windows: rounds that each rank took part in.
+        window_times: rank, rows, and seconds of computing and decoding of the last windows.
         trained: rows, loss sum, its divisor and windows by time.
         lanes: seconds by time, lane and phase.
-        ranks_a_lane: how many workers share a lane.
         failures: the first of them.
         num_failures: how many there were in total.
         launched_s: when the first worker began; None before that.
+        lasted_s: how long all of it took; None while it runs.
         outcome: how it ended; None while it runs.
         error: what ended it, in words, if it failed.
     """
 
-    def __init__(self, world_size: int, setup: Setup | None = None, *, most: int = 0) -> None:
-        self.setup = setup or Setup()
-        self.history: list[EpochSummary] = []
-        self.epochs_before = 0
-        self.started_at = time.time()
-        self.world_size = world_size
-        self.hosts = [""] * world_size
-        self.shard_rows: tuple[int, ...] = ()
-        self.held_out_rows = 0
-        self.seconds = np.zeros((world_size, len(PHASES)))
-        self.before_training = np.zeros((world_size, len(PHASES)))
-        self.first_epoch: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None
-        self.sent = np.zeros(world_size, dtype=np.int64)
-        self.received = np.zeros(world_size, dtype=np.int64)
-        self.uncertainty_s = 0.0
-        self.ranks_a_lane = math.ceil(max(world_size, most) / LANES)
-        self.lanes = TimeBins(math.ceil(world_size / self.ranks_a_lane), len(PHASES))
-        self.rows = np.zeros(world_size, dtype=np.int64)
-        self.windows = np.zeros(world_size, dtype=np.int64)
-        self.trained = TimeBins(4)
-        # Rank, rows, and seconds of computing and decoding of the last windows; and those seconds
-        # of windows that the driver has yet to be told of.
-        self._window_times: deque[tuple[int, int, float]] = deque(maxlen=WINDOWS)
-        self._busy: dict[int, float] = {}
-        self.failures: list[Failure] = []
-        self.num_failures = 0
-        self.launched_s: float | None = None
-        self.outcome: str | None = None
-        self.error: str | None = None
+    world_size: int
+    setup: Setup = field(default_factory=Setup)
+    most: int = 0
+    history: list[EpochSummary] = field(default_factory=list)
+    epochs_before: int = 0
+    started_at: float = field(default_factory=lambda: time.time())
+    hosts: list[str] = field(default_factory=list)
+    shard_rows: tuple[int, ...] = ()
+    held_out_rows: int = 0
+    seconds: NDArray[np.float64] = _LATER
+    before_training: NDArray[np.float64] = _LATER
+    first_epoch: tuple[NDArray[np.float64], NDArray[np.int64]] | None = None
+    sent: NDArray[np.int64] = _LATER
+    received: NDArray[np.int64] = _LATER
+    uncertainty_s: float = 0.0
+    rows: NDArray[np.int64] = _LATER
+    windows: NDArray[np.int64] = _LATER
+    window_times: list[tuple[int, int, float]] = field(default_factory=list)
+    trained: TimeBins = _LATER
+    lanes: TimeBins = _LATER
+    failures: list[Failure] = field(default_factory=list)
+    num_failures: int = 0
+    launched_s: float | None = None
+    lasted_s: float | None = None
+    outcome: str | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._ended: float | None = None
+        # Seconds of windows that the driver has yet to be told of.
+        self._busy: dict[int, float] = {}
+        if self.seconds is None:  # else it comes from another process
+            self.hosts = [""] * self.world_size
+            for name, row in _BY_RANK.items():
+                shape = (self.world_size, *row)
+                setattr(self, name, np.zeros(shape, np.float64 if row else np.int64))
+            self.lanes = TimeBins.of(math.ceil(self.world_size / self.ranks_a_lane), len(PHASES))
+            self.trained = TimeBins.of(4)
+
+    @property
+    def ranks_a_lane(self) -> int:
+        """How many workers share a lane."""
+        return math.ceil(max(self.world_size, self.most) / LANES)
 
     @property
     def duration_s(self) -> float:
         """Seconds from beginning to end, or until now."""
-        return (time.monotonic() if self._ended is None else self._ended) - self._began
+        return time.monotonic() - self._began if self.lasted_s is None else self.lasted_s
 
     def window_ratios(self, batch_size: int) -> tuple[NDArray[np.float64], int]:
         """How much the workers' windows have varied.
@@ -160,9 +183,9 @@ class Recording:
             The seconds that windows of the usual length took, over the mean of their worker's, and
             how many steps that length is.
         """
-        if not self._window_times:
+        if not self.window_times:
             return np.empty(0), 1
-        ranks, rows, seconds = map(np.asarray, zip(*self._window_times, strict=True))
+        ranks, rows, seconds = map(np.asarray, zip(*self.window_times, strict=True))
         lengths, counts = np.unique(rows, return_counts=True)
         usual = lengths[counts.argmax()]
         ranks, seconds = ranks[rows == usual], seconds[rows == usual]
@@ -181,7 +204,7 @@ class Recording:
             return
         self.world_size = world_size
         self.hosts += [""] * more
-        for name in _ARRAYS:
+        for name in _BY_RANK:
             setattr(self, name, _longer(getattr(self, name), more))
         if self.first_epoch is not None:
             seconds, rows = self.first_epoch
@@ -229,59 +252,38 @@ class Recording:
             history: the epochs that have ended, with all that is known about them.
             error: why it failed, if it did.
         """
-        self._ended = time.monotonic()
+        self.lasted_s = time.monotonic() - self._began
         self.outcome, self.error = outcome, error
         self.history = list(history) or self.history
 
     def as_json(self) -> dict[str, Any]:
         """Return what was recorded in JSON's types, for ``from_json``; no ``settings``."""
-        first = self.first_epoch
-        return {
-            "setup": asdict(replace(self.setup, settings={})),
-            "history": list(map(asdict, self.history)),
-            "failures": list(map(astuple, self.failures)),
-            "window_times": list(self._window_times),
-            "first_epoch": first and [each.tolist() for each in first],
-            "duration_s": self.duration_s,
-            "lanes": self.lanes.as_json(),
-            "trained": self.trained.as_json(),
-            **{name: getattr(self, name) for name in _PLAIN},
-            **{name: getattr(self, name).tolist() for name in _ARRAYS},
-        }
+        told = asdict(
+            replace(self, setup=replace(self.setup, settings={}), lasted_s=self.duration_s)
+        )
+        return cast("dict[str, Any]", json.loads(json.dumps(told, default=np.ndarray.tolist)))
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Recording:
         """Restore what ``as_json`` has returned.
 
         Raises:
-            ArithmeticError, AttributeError, LookupError, TypeError, ValueError: it is something
-                else.
-            TrainingError: the same.
+            ArithmeticError, TypeError, ValueError: it is something else.
         """
-        workers = len(told["hosts"])
-        recording = cls(workers, read(Setup, told["setup"]))
-        recording.history = read(list[EpochSummary], told["history"])
-        for name, hint in _PLAIN.items():
-            setattr(recording, name, read(hint, told[name], name))
-        for name, dtype in _ARRAYS.items():
-            shape = getattr(recording, name).shape
-            setattr(recording, name, array_of(told[name], shape, dtype))
-        if (first := told["first_epoch"]) is not None:
-            seconds, rows = first
-            recording.first_epoch = (
-                array_of(seconds, recording.seconds.shape),
-                array_of(rows, (workers,), np.int64),
-            )
-        lanes = recording.lanes.sums.shape[1:]
-        recording.lanes = TimeBins.from_json(told["lanes"], *lanes)
-        recording.trained = TimeBins.from_json(told["trained"], 4)
-        for rank, rows, busy in told["window_times"]:
-            recording._window_times.append((range(workers)[rank], int(rows), float(busy)))
-        for at, rank, why in told["failures"]:
-            lost = None if rank is None else range(workers)[rank]
-            recording.failures.append(Failure(float(at), lost, str(why)))
-        recording._ended = recording._began + float(told["duration_s"])
-        return recording
+        found: Recording = read(cls, told, whole=True)
+        ranks = {rank for rank, *_ in found.window_times}
+        ranks |= {each.rank for each in found.failures if each.rank is not None}
+        of_as_many = cls(len(found.hosts), most=found.most)
+        if found._shapes != of_as_many._shapes or not ranks <= {*range(found.world_size)}:
+            raise ValueError(f"what was recorded is not that of {len(found.hosts)} workers")
+        return found
+
+    @property
+    def _shapes(self) -> list[Any]:
+        arrays = [getattr(self, name) for name in _BY_RANK]
+        arrays += [*(self.first_epoch or (self.seconds, self.rows))]
+        arrays += [self.lanes.sums, self.trained.sums]
+        return [self.world_size, *(each.shape for each in arrays)]
 
     def _note_times(self, event: WorkerTimes) -> None:
         times, rank = event.times, event.rank
@@ -314,7 +316,8 @@ class Recording:
         now = time.monotonic() - self._began
         busy = self._busy.get(event.rank, math.nan)
         if busy > 0:
-            self._window_times.append((event.rank, event.examples, busy))
+            self.window_times.append((event.rank, event.examples, busy))
+            del self.window_times[:-WINDOWS]
         self._busy[event.rank] = 0.0
         self.rows[event.rank] += event.examples
         self.windows[event.rank] += 1
@@ -331,27 +334,3 @@ class Recording:
 def _longer(values: NDArray[Any], more: int) -> NDArray[Any]:
     """The same with zeros for more ranks."""
     return np.pad(values, ((0, more), *[(0, 0)] * (values.ndim - 1)))
-
-
-_PLAIN: dict[str, Any] = {
-    "epochs_before": int,
-    "started_at": float,
-    "hosts": list[str],
-    "shard_rows": tuple[int, ...],
-    "held_out_rows": int,
-    "uncertainty_s": float,
-    "num_failures": int,
-    "launched_s": float | None,
-    "outcome": str | None,
-    "error": str | None,
-}
-"""Attributes that travel as they are."""
-_ARRAYS: dict[str, DTypeLike] = {
-    "seconds": np.float64,
-    "before_training": np.float64,
-    "sent": np.int64,
-    "received": np.int64,
-    "rows": np.int64,
-    "windows": np.int64,
-}
-"""Attributes whose shapes the number of workers gives."""

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 BINS = 256
 """An even number; once widened, between half and all of the bins are in use."""
 FIRST_WIDTH_S = 1 / 64
 
 
+@dataclass(eq=False)
 class TimeBins:
     """Sums values by time, in constant memory however long it takes.
 
     When all bins are full, every two neighbours become one.
 
-    Args:
-        *shape: of what is added at a time; () for a number.
-
     Attributes:
-        sums: shape (BINS, *shape), float64.
+        sums: shape (BINS, *shape).
         width_s: seconds per bin.
         ended: the latest time for which anything was added, in seconds from the beginning.
+
+    Raises:
+        ValueError: they do not end behind that.
     """
 
-    def __init__(self, *shape: int) -> None:
-        self.sums: NDArray[np.float64] = np.zeros((BINS, *shape))
-        self.width_s = FIRST_WIDTH_S
-        self.ended = 0.0
+    sums: NDArray[np.float64]
+    width_s: float = FIRST_WIDTH_S
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ended < BINS * self.width_s < math.inf:
+            raise ValueError(f"{BINS} bins of {self.width_s} s do not end at {self.ended} s")
+
+    @classmethod
+    def of(cls, *shape: int) -> TimeBins:
+        """Make empty bins for what is added at a time; () for a number."""
+        return cls(np.zeros((BINS, *shape)))
 
     @property
     def used(self) -> int:
@@ -80,37 +88,3 @@ class TimeBins:
         self.sums[: BINS // 2] = pairs
         self.sums[BINS // 2 :] = 0
         self.width_s *= 2
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it in JSON's types, for ``from_json``."""
-        return {"sums": self.sums.tolist(), "width_s": self.width_s, "ended": self.ended}
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any], *shape: int) -> TimeBins:
-        """Restore what ``as_json`` has returned.
-
-        Args:
-            told: that.
-            *shape: as it was made with.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is something else.
-        """
-        bins = cls(*shape)
-        bins.sums = array_of(told["sums"], (BINS, *shape))
-        bins.width_s, bins.ended = float(told["width_s"]), float(told["ended"])
-        if not 0 <= bins.ended < BINS * bins.width_s < math.inf:
-            raise ValueError(f"{BINS} bins of {bins.width_s} s do not end at {bins.ended} s")
-        return bins
-
-
-def array_of(told: Any, shape: tuple[int, ...], dtype: DTypeLike = np.float64) -> NDArray[Any]:
-    """Read an array from nested lists.
-
-    Raises:
-        TypeError, ValueError: they hold something other than numbers, or have another shape.
-    """
-    values = np.asarray(told, dtype=dtype)
-    if values.shape != shape:
-        raise ValueError(f"an array has shape {values.shape}, not {shape}")
-    return values

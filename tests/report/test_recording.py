@@ -26,7 +26,7 @@ STRETCHES = st.tuples(st.floats(0, 1e5), st.floats(0, 1e4), st.integers(0, 3), s
 def test_bins_hold_what_was_added_however_wide_they_become(
     stretches: list[tuple[float, float, int, float]],
 ) -> None:
-    bins, expected = TimeBins(4), np.zeros(4)
+    bins, expected = TimeBins.of(4), np.zeros(4)
     for began, length, which, value in stretches:
         bins.add(began, began + length, value, which)
         expected[which] += value
@@ -38,7 +38,7 @@ def test_bins_hold_what_was_added_however_wide_they_become(
 
 def test_values_lie_where_their_time_was() -> None:
     """A second of 2 and then one of 6, by bins of 1/64 s that become twice as wide once."""
-    bins = TimeBins()
+    bins = TimeBins.of()
     bins.add(0.0, 1.0, 2.0)
     bins.add(1.0, 2.0, 6.0)
     bins.add(7.0, 7.0, 1.0)
