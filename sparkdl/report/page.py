@@ -29,8 +29,6 @@ from sparkdl.report.sections import (
 )
 from sparkdl.version import __version__
 
-MAX_BYTES = 1_000_000
-"""The most bytes of a report."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """What a browser may load for the page, or run in it: nothing."""
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -61,23 +59,14 @@ def save_report(recording: Recording, path: str | os.PathLike[str]) -> None:
 
 
 def render(recording: Recording) -> str:
-    """The report as HTML, below ``MAX_BYTES``."""
-    most_bins = 256
-    while True:
-        page = _page(recording, most_bins)
-        if len(page.encode()) < MAX_BYTES or most_bins <= 8:
-            return page
-        most_bins //= 2
-
-
-def _page(recording: Recording, most_bins: int) -> str:
+    """The report as HTML: at most about a megabyte, whatever the training."""
     title = f"{recording.setup.model or 'Model'}: training report"
     parts = [
         _head(recording),
         _findings(recording),
         _tiles(recording),
         shares(recording),
-        timeline(recording, most_bins),
+        timeline(recording),
         metric_curves(recording),
         curves_over_time(recording),
         failures(recording),

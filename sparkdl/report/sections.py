@@ -67,19 +67,13 @@ def shares(recording: Recording) -> str:
     return section("Where the workers' time went", legend, f'<div class="bar">{bar}</div>')
 
 
-def timeline(recording: Recording, most_bins: int) -> str:
-    """What each worker did when.
-
-    Args:
-        recording: of the training.
-        most_bins: the most stretches of time to cut it into; half as many if there are many
-            workers.
-    """
+def timeline(recording: Recording) -> str:
+    """What each worker did when."""
     bins, each = recording.lanes, recording.ranks_a_lane
     if not bins.used:
         return ""
     lanes = bins.sums.shape[1]
-    sums, width_s = bins.merged(most_bins if lanes <= 16 else most_bins // 2)
+    sums, width_s = bins.merged(256 if lanes <= 16 else 64)  # of which a page is most
     whole_s = max(bins.ended, recording.duration_s)
     rows = []
     for lane in range(lanes):
