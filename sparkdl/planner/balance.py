@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparkdl.errors import ConfigError
 from sparkdl.planner.links import Link
 from sparkdl.strategies import Hybrid
 
@@ -258,17 +257,10 @@ class LayerBalance:
     machine: str
     notes: tuple[str, ...] = ()
 
-    def step(self, workers: int | None = None) -> Step:
-        """A step of ``GradientAllReduce``.
-
-        Args:
-            workers: how many, each with as many rows; None for those of the table.
-        """
-        n = self.workers if workers is None else workers
-        if n < 1:
-            raise ConfigError(f"workers must be >= 1, got {n}")
-        sent = by_data(self.layers, self.batch_size * n, n)
-        return step(self.layers, sent, n, self.compute_s, self.link)
+    def step(self) -> Step:
+        """A step of ``GradientAllReduce``."""
+        sent = by_data(self.layers, self.batch_size * self.workers, self.workers)
+        return step(self.layers, sent, self.workers, self.compute_s, self.link)
 
     @property
     def split(self) -> Hybrid | None:
@@ -277,11 +269,6 @@ class LayerBalance:
 
     def _fastest(self) -> tuple[Hybrid | None, Step]:
         return fastest_split(self.layers, self.batch_size, self.workers, self.compute_s, self.link)
-
-    @property
-    def efficiency(self) -> float:
-        """What share of a step of ``GradientAllReduce`` is computing."""
-        return self.step().efficiency
 
     @property
     def table(self) -> Any:
