@@ -16,14 +16,13 @@ from pyarrow import fs
 from sparkdl.durable.local_files import LocalFiles
 from sparkdl.redaction import without_credentials
 from sparkdl.report.findings import findings
-from sparkdl.report.html import count, duration, number, octets, text
+from sparkdl.report.html import count, duration, number, text
 from sparkdl.report.recording import Recording
 from sparkdl.report.sections import (
     curves_over_time,
     failures,
     metric_curves,
     settings,
-    shares,
     timeline,
     workers,
 )
@@ -65,7 +64,6 @@ def render(recording: Recording) -> str:
         _head(recording),
         _findings(recording),
         _tiles(recording),
-        shares(recording),
         timeline(recording),
         metric_curves(recording),
         curves_over_time(recording),
@@ -122,7 +120,6 @@ def _findings(recording: Recording) -> str:
 def _tiles(recording: Recording) -> str:
     setup, mine = recording.setup, recording.history[recording.epochs_before :]
     seconds = sum(epoch.seconds for epoch in mine)
-    rounds = sum(epoch.rounds for epoch in mine)
     rate = sum(epoch.examples for epoch in mine) / seconds if seconds else math.nan
     values = [
         (duration(recording.duration_s), "in all"),
@@ -137,10 +134,6 @@ def _tiles(recording: Recording) -> str:
         values.append((number(last.loss, 4), "training loss, last epoch"))
         if last.validation_loss is not None:
             values.append((number(last.validation_loss, 4), "validation loss, last epoch"))
-    if rounds and not setup.collective:
-        moved = float(recording.sent.sum() + recording.received.sum())
-        values.append((number(rounds), f"rounds of {duration(seconds / rounds)}, with their steps"))
-        values.append((octets(moved / rounds), "a round, through the driver"))
     tiles = "".join(f'<div class="tile"><b>{a}</b><span>{b}</span></div>' for a, b in values)
     return f'<section class="tiles">{tiles}</section>'
 
@@ -170,12 +163,11 @@ font:13px/1.45 monospace}
 .legend,.tile span,.lane .name,table,footer{font-size:.84rem}
 .key{display:inline-flex;align-items:center;gap:6px}
 .key i{width:12px;height:12px;border-radius:2px;flex:none}
-.key i,.bar i{background:currentColor}
+.key i{background:currentColor}
 .key i.line{height:0;width:20px;background:none;border-top:2.5px solid}
 .key i.dashed{border-top-style:dashed}
 .c0,.decode{color:#0072b2}.c1,.wait{color:#e69f00}.c2,.compute{color:#009e73}
 .c3,.exchange{color:#cc79a7}.read{color:#56b4e9}.idle{color:#9aa1ac}
-.bar{display:flex;height:26px;border-radius:4px;overflow:hidden}
 .lanes{display:grid;grid-template-columns:fit-content(17rem) minmax(0,1fr);align-items:center;
 gap:4px 10px}
 .lane,.under{display:contents}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -35,15 +35,14 @@ PHASE_WORDS = {
 }
 
 
-def _legend(shares: Sequence[float] | None = None) -> str:
-    keys = []
-    for index, name in enumerate(PHASES):
-        share = "" if shares is None else f" {100 * shares[index]:.0f} %"
-        keys.append(
-            f'<span class="key" title="{PHASE_WORDS[name]}"><i class="{name}"></i>{name}{share}'
-            "</span>"
-        )
-    return f'<div class="legend">{"".join(keys)}</div>'
+def _legend(recording: Recording) -> str:
+    seconds = recording.seconds.sum(axis=0)
+    keys = "".join(
+        f'<span class="key" title="{PHASE_WORDS[name]}"><i class="{name}"></i>{name} '
+        f"{100 * each / (seconds.sum() or 1.0):.0f} %</span>"
+        for name, each in zip(PHASES, seconds, strict=True)
+    )
+    return f'<div class="legend">{keys}</div>'
 
 
 def section(title: str, *parts: str) -> str:
@@ -52,23 +51,8 @@ def section(title: str, *parts: str) -> str:
     return f"<section><h2>{title}</h2>{inside}</section>" if inside else ""
 
 
-def shares(recording: Recording) -> str:
-    """One bar that shows where all workers' time went; empty if that is unknown."""
-    total = recording.seconds.sum()
-    if not total:
-        return ""
-    shares = recording.seconds.sum(axis=0) / total
-    bar = "".join(
-        f'<i class="{name}" style="width:{100 * share:.3f}%" '
-        f'title="{name} {100 * share:.1f} %: {PHASE_WORDS[name]}"></i>'
-        for name, share in zip(PHASES, shares, strict=True)
-    )
-    legend = _legend(list(shares))
-    return section("Where the workers' time went", legend, f'<div class="bar">{bar}</div>')
-
-
 def timeline(recording: Recording) -> str:
-    """What each worker did when."""
+    """What each worker did when, and which part of their time that is."""
     bins, each = recording.lanes, recording.ranks_a_lane
     if not bins.used:
         return ""
@@ -89,7 +73,7 @@ def timeline(recording: Recording) -> str:
     return section(
         "What each worker did when",
         f'<p class="soft">A bin is {duration(width_s)}; where nothing is drawn, the worker was not '
-        f"there: Spark had not started it yet, or it was lost.{several}</p>{_legend()}"
+        f"there: Spark had not started it yet, or it was lost.{several}</p>{_legend(recording)}"
         f'<div class="lanes{" many" if lanes > 12 else ""}">{"".join(rows)}'
         f'<div class="under"><div></div><div><div class="x">{labels}</div>'
         f'<div class="x-name">{unit} since the training began</div></div></div></div>',

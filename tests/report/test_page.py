@@ -75,7 +75,7 @@ def test_a_page_has_every_part(play: Play) -> None:
     played.recording.note(WorkerLost(1, "its host was taken away"))
     played.recording.end("finished")
     words = " ".join(read(render(played.recording)).words)
-    parts = ["finished", "of the workers' time is forward", "Where the workers' time went"]
+    parts = ["finished", "of the workers' time is forward", "compute 33 %"]
     parts += ["What each worker did when", "Loss and metrics", "validation", "Rows a second"]
     parts += ["Failures: 1", "its host was taken away", "rank 1 on host-1", "Workers", *PHASES]
     assert [part for part in parts if part not in words] == []
