@@ -84,9 +84,8 @@ def simulate(
         A row for each strategy, the fastest first: ``seconds`` of an epoch; the parts of the
         workers' time in which they are ``computing``, ``exchanging`` their own values, and
         ``waiting`` for each other, for the driver or for its link; ``rounds`` of each worker;
-        ``busiest_bytes`` over the busiest link in its busier direction, and ``driver_bytes`` both
-        ways; ``mean_staleness`` and ``max_staleness``; and the ``part`` of the epoch that was
-        simulated, the rest of which is taken to be the same.
+        ``mean_staleness`` and ``max_staleness``; and the ``part`` of the epoch that was simulated,
+        the rest of which is taken to be the same.
 
     Raises:
         ConfigError: an argument is out of range, the fit has no round or does not tell what a step

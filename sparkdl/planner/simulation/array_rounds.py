@@ -58,19 +58,16 @@ def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -
         since += steps
         if exchange.commit_every and since >= exchange.commit_every and index + 1 < len(windows):
             answered = answered + exchange.commit / cluster.link.bandwidth
-            epoch.driver += exchange.commit
             since = 0
     if exchange.final is not None:
         longer = cluster.workers * (exchange.final - exchange.down)
         answered = answered + longer / cluster.link.bandwidth
-        epoch.driver = longer
     epoch.count(0.0, answered - closed, carried_s)
     if exchange.way in ("visits", "neighbors"):
         answered = from_driver(answered, exchange.commit, exchange.commit, cluster.link)
     else:
         answered = answered + exchange.commit / cluster.link.bandwidth
     epoch.windows, epoch.lasted = len(windows) * cluster.workers, float(np.max(answered))
-    _count_bytes(exchange, cluster, epoch)
     return epoch
 
 
@@ -128,18 +125,3 @@ def _answered(exchange: Exchange, cluster: Cluster, closed: Seconds, step_s: Sec
     shared_s = 2 * up_s * down_s / max(up_s + down_s, 1e-300)
     half = (work_s - alone_s - shared_s) / 2
     return closed + math.sqrt(half**2 + alone_s * work_s) - half
-
-
-def _count_bytes(exchange: Exchange, cluster: Cluster, epoch: Epoch) -> None:
-    way, workers = exchange.way, cluster.workers
-    up, down = exchange.up * epoch.rounds, exchange.down * epoch.rounds
-    if way == "group":
-        epoch.sent = 2 * (workers - 1) / workers * up
-        epoch.driver += exchange.commit
-    elif way in ("visits", "neighbors"):
-        epoch.sent = min(2, workers - 1) * up if way == "neighbors" else (workers > 1) * (up + down)
-        epoch.driver = 2 * workers * exchange.commit
-    else:
-        senders = math.ceil(workers / cluster.per_host) if way == "hosts" else workers
-        epoch.sent = max(senders * up, senders * down + epoch.driver)
-        epoch.driver += senders * (up + down)

@@ -139,8 +139,6 @@ class Epoch:
         lasted: seconds that it took.
         did: seconds that all workers together computed; in which they waited for each other, for
             the driver, or for its link; and in which their own values were on their way.
-        sent: bytes that passed the busiest link in its busier direction.
-        driver: bytes that the driver sent and received.
         windows: contributions.
         staleness: how often others had moved the center since these began, in total.
         max_staleness: the most of that.
@@ -151,8 +149,6 @@ class Epoch:
     part: float = 1.0
     lasted: float = 0.0
     did: Seconds = field(default_factory=lambda: np.zeros(3))
-    sent: float = 0.0
-    driver: float = 0.0
     windows: int = 0
     staleness: int = 0
     max_staleness: int = 0
@@ -182,8 +178,6 @@ class Epoch:
             "seconds": self.seconds,
             **dict(zip(("computing", "waiting", "exchanging"), shares.tolist(), strict=True)),
             "rounds": self.rounds,
-            "busiest_bytes": self.sent / self.part,
-            "driver_bytes": self.driver / self.part,
             "mean_staleness": self.staleness / max(self.windows, 1),
             "max_staleness": self.max_staleness,
             "part": self.part,

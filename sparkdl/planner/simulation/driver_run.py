@@ -63,7 +63,6 @@ class DriverRun(Actions):
         self._generator = np.random.default_rng(cluster.seed)
         self._slowness = cluster.slowness
         self._finals: int | None = None
-        self._sent = self._received = 0.0
         self._own_s = own_s(exchange, cluster)
         self._clock, bandwidth = Clock(), cluster.link.bandwidth
         self._replies = SharedLink(self._clock, bandwidth)
@@ -80,8 +79,6 @@ class DriverRun(Actions):
             pass
         epoch, ended = self.epoch, self._clock.now + self.cluster.link.latency
         epoch.lasted = ended if math.isinf(until) else until
-        epoch.driver = self._sent + self._received
-        epoch.sent = max(self._sent, self._received)
         return epoch
 
     def _tell(self, event: Event[P], *arguments: P.args, **options: P.kwargs) -> None:
@@ -112,7 +109,6 @@ class DriverRun(Actions):
 
     def receive(self, member: Member, weight: float, staleness: int) -> None:
         """A contribution is added once it is its turn."""
-        self._sent += self.exchange.up
         self._sum.add(member.rank)
 
     def reply(self, member: Member, *, final: bool, values: bool, worker_state: bool) -> None:
@@ -134,7 +130,6 @@ class DriverRun(Actions):
         octets = self.exchange.down
         if final and self.exchange.final is not None:
             octets = self.exchange.final
-        self._received += octets
         arrive = partial(self._arrive, member, final=final)
 
         def buffer() -> None:

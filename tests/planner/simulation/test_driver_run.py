@@ -92,8 +92,6 @@ def test_a_worker_alone_with_the_driver_computes_sends_and_receives() -> None:
     # Then it is sent the final center, once it has said that it has nothing left.
     assert found.lasted == pytest.approx(10 * (0.5 + 0.32 + 0.32 + 0.02) + 0.32 + 0.02, rel=1e-9)
     np.testing.assert_allclose(found.did, [5.0, 0.0, 10 * 0.66 + 0.34], rtol=1e-9, atol=1e-9)
-    assert found.sent == 11 * LARGE
-    assert found.driver == (10 + 11) * LARGE
 
 
 def test_the_driver_s_link_is_the_pace_of_workers_that_do_not_wait_for_each_other() -> None:
@@ -269,7 +267,7 @@ def test_a_worker_alone_has_nobody_to_exchange_with_but_the_driver() -> None:
         exchange = replace(exchange_of(strategy, STATE), commit=0.0)
         if exchange.way not in ("driver", "hosts"):
             found = simulate_epoch(exchange, alone, 60)
-            assert (found.seconds, found.sent) == (pytest.approx(6.0), 0.0)
+            assert found.seconds == pytest.approx(6.0)
 
 
 def test_what_is_too_much_to_decide_on_is_taken_to_go_on_as_it_began(
@@ -282,4 +280,3 @@ def test_what_is_too_much_to_decide_on_is_taken_to_go_on_as_it_began(
     some = simulate_epoch(exchange, of, 600)
     assert (whole.part, some.part) == (1.0, pytest.approx(1 / 3))
     assert some.seconds == pytest.approx(whole.seconds, rel=0.05)
-    assert some.figures["driver_bytes"] == pytest.approx(whole.figures["driver_bytes"])

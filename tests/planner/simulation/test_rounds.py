@@ -80,8 +80,7 @@ def test_rounds_of_all_in_the_driver_are_those_that_the_averager_decides_on(
     )
     assert at_once.lasted == pytest.approx(decided.lasted, rel=1e-12)
     np.testing.assert_allclose(at_once.did, decided.did, rtol=1e-9, atol=1e-9)
-    for name in ("windows", "driver", "sent"):
-        assert getattr(at_once, name) == getattr(decided, name)
+    assert at_once.windows == decided.windows
 
 
 def test_a_barrier_takes_as_long_as_the_largest_of_the_times() -> None:
@@ -98,7 +97,6 @@ def test_a_ring_follows_the_computing() -> None:
     once_s = around_s(LARGE, LINK, 4)
     assert found.lasted == pytest.approx(2.0 + 4 * once_s + LARGE / LINK.bandwidth)
     np.testing.assert_allclose(found.did, [4 * 2.0, 0, 4 * 4 * once_s], atol=1e-9)
-    assert found.sent == 4 * 1.5 * LARGE
 
 
 def test_what_a_worker_trains_on_meanwhile_hides_an_exchange() -> None:
@@ -124,7 +122,6 @@ def test_hosts_sum_before_they_contribute() -> None:
     found = epoch(exchange, 5, workers=8, per_host=4, within=within)
     both_ways_s = around_s(LARGE, within, 4)
     assert found.lasted == pytest.approx(0.5 + both_ways_s + 2 * 2 * 0.32)
-    assert found.driver == 2 * 2 * LARGE
 
 
 def test_visitors_share_links_that_are_always_busy() -> None:
@@ -155,7 +152,6 @@ def test_a_group_s_copies_for_the_driver_are_waited_for() -> None:
     """Three of 0.32 s, after 10, 20 and all of 30 steps."""
     found = epoch(group(up=0.0, period=1, commit=LARGE, commit_every=10), 30)
     assert found.lasted == pytest.approx(3.0 + 3 * 0.32)
-    assert found.driver == 3 * LARGE
 
 
 STATE = {"parameters": 4e6, "buffers": 4e4, "optimizer": 8e6}
