@@ -78,19 +78,14 @@ class Cube:
         """DTensor's placements, given the dimension of the tensor that lies over each axis."""
         return tuple(Shard(sharded[axis]) if axis in sharded else Replicate() for axis in AXES)
 
-    def gather(self, part: Tensor, axis: str, dim: int = 0, *, copies: bool = False) -> Tensor:
+    def gather(self, part: Tensor, axis: str, dim: int = 0) -> Tensor:
         """The parts along an axis, one after another.
 
         Args:
             part: of this rank.
             axis: over which they lie.
             dim: the dimension of the parts that lies there.
-            copies: whether what these ranks make of it is the same, so that each has all of the
-                gradient; else theirs are summed.
         """
-        if copies:
-            parts = DTensor.from_local(part, self.lines[axis], [Shard(dim)])
-            return parts.full_tensor(grad_placements=[Replicate()])
         sent = part.expand(self.q, *part.shape).flatten(0, 1)
         parts_in_turn = self._exchange(sent, axis)
         return torch.cat(parts_in_turn.chunk(self.q), dim) if dim else parts_in_turn
@@ -106,10 +101,10 @@ class Cube:
         """
         return all_to_all_single_autograd(parts.contiguous(), None, None, self.lines[axis])
 
-    def sum(self, summand: Tensor, axis: str, *, copies: bool = False) -> Tensor:
-        """The sum along an axis, on all of its ranks; ``copies`` as in ``gather``."""
+    def sum(self, summand: Tensor, axis: str) -> Tensor:
+        """The sum along an axis, on all of its ranks."""
         summands = DTensor.from_local(summand, self.lines[axis], [Partial()])
-        return summands.full_tensor(grad_placements=[Replicate() if copies else Partial()])
+        return summands.full_tensor(grad_placements=[Partial()])
 
     def vector(self, parameter: DTensor, columns: Axis) -> Tensor:
         """A bias or scale where activations lie: its part for their columns here."""

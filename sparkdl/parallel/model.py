@@ -136,11 +136,15 @@ class Embedding3D(nn.Embedding, CubeLayer):
                 f"'{self.path}' got numbers from {int(numbers.min())} to {int(numbers.max())}, "
                 f"and has a table of {self.num_embeddings} rows"
             )
-        divides = numbers.ndim > 0 and numbers.shape[0] % cube.q**2 == 0
-        if divides:  # those of this rank and of the ranks that differ in `rows`
-            here = cube.mesh.get_local_rank("i")
-            numbers = torch.cat(numbers.chunk(cube.q**2)[here :: cube.q])
-        table = cube.gather(cast("DTensor", self.weight).to_local(), "i", 1, copies=not divides)
+        weight = cast("DTensor", self.weight)
+        if not numbers.ndim or numbers.shape[0] % cube.q**2:
+            whole = weight.redistribute(placements=cube.placements({self.columns: 1})).to_local()
+            found = F.embedding(numbers, whole, self.padding_idx)
+            placements = cube.placements({self.columns: found.ndim - 1})
+            return DTensor.from_local(found, cube.mesh, placements)
+        # Those of this rank and of the ranks that differ in `rows`.
+        numbers = torch.cat(numbers.chunk(cube.q**2)[cube.mesh.get_local_rank("i") :: cube.q])
+        table = cube.gather(weight.to_local(), "i", 1)
         first = cube.mesh.get_local_rank(rows) * table.shape[0]
         numbers = numbers - first
         absent = (numbers < 0) | (numbers >= table.shape[0])
@@ -148,13 +152,8 @@ class Embedding3D(nn.Embedding, CubeLayer):
         if padding is not None and not 0 <= padding < table.shape[0]:
             padding = None
         found = F.embedding(numbers.masked_fill(absent, 0), table, padding)
-        found = found.masked_fill(absent.unsqueeze(-1), 0)
-        if divides:
-            outputs = cube.scatter_sum(found, rows)
-            placements = cube.activations(self.columns, outputs.ndim)
-        else:
-            outputs = cube.sum(found, rows, copies=True)
-            placements = cube.placements({self.columns: outputs.ndim - 1})
+        outputs = cube.scatter_sum(found.masked_fill(absent.unsqueeze(-1), 0), rows)
+        placements = cube.activations(self.columns, outputs.ndim)
         return DTensor.from_local(outputs, cube.mesh, placements)
 
 
