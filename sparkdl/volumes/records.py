@@ -119,8 +119,6 @@ Job = Mapping[str, Any]
 
 METADATA = (".zarray", ".zgroup", "zarr.json", "attributes.json", "info")
 """What says that there is an array, or a group of arrays."""
-READ_AT_ONCE = 1000
-"""Markers that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -220,13 +218,11 @@ class Records:
         with said("read", self._place):
             names = answered(self._folder.list(), DATA_S)
             marked = [name for name in map(bytes.decode, names) if name.startswith("chunks/")]
-            for start in range(0, len(marked), READ_AT_ONCE):
-                some = marked[start : start + READ_AT_ONCE]
-                reads = [self._folder.read(name) for name in some]
-                for name, read in zip(some, reads, strict=True):
-                    marker = _marker(answered(read).value, digest, name)
-                    if marker is not None:
-                        found[int(name.removeprefix("chunks/"))] = marker
+            reads = [self._folder.read(name) for name in marked]
+            for name, read in zip(marked, reads, strict=True):
+                marker = _marker(answered(read).value, digest, name)
+                if marker is not None:
+                    found[int(name.removeprefix("chunks/"))] = marker
         return found
 
     def mark(self, number: int, marker: Marker, digest: str) -> None:
