@@ -29,7 +29,7 @@ from sparkdl.dedup.columns import DISTANCE, DUPLICATE_OF, require_columns
 from sparkdl.dedup.hashing import hashes, persisted
 from sparkdl.dedup.pairs import conflicting, nearest
 from sparkdl.dedup.params import DedupParams
-from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, readable, values_of
+from sparkdl.dedup.report import SHOWN, DuplicateReport, collected, examples, values_of
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.persistence import DirectoryWriter, StageReader
 from sparkdl.spark.catalyst.versions import frame_of, table_of
@@ -201,18 +201,16 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
         kept = pd.DataFrame({"threshold": fitted, "rows": rows})
         kept["share"] = kept["rows"] / found.rows
         pairs = examples(self.duplicates(dataset), keep)
-        conflicts, number = pd.DataFrame(), 0
-        if self.getWithin() is not None:
-            every = self.conflicts()
-            with persisted(every):
-                number = every.count()
-                conflicts = collected(every.orderBy("distance", "row", "other").limit(SHOWN))
-        ids = [*pairs["row"], *pairs["duplicate_of"]]
-        ids += [*conflicts["row"], *conflicts["other"]] if number else []
-        values = values_of(dataset, self.getHash(), self.getInputCol(), keep, ids)
-        values = {readable(row): value for row, value in values.items()}
-        pairs, conflicts = pairs.map(readable), conflicts.map(readable)
-        return DuplicateReport(self._summary(), kept, pairs, conflicts, number, values)
+        labelled = self.words if self.getWithin() is not None else self.words.limit(0)
+        every = conflicting(labelled, self.getThreshold())
+        with persisted(pairs, every):
+            number = every.count()
+            conflicts = every.orderBy("distance", "row", "other").limit(SHOWN)
+            of_pairs = pairs.select("row").union(pairs.select(DUPLICATE_OF))
+            ids = of_pairs.union(conflicts.select("row")).union(conflicts.select("other"))
+            values = values_of(dataset, self.getHash(), self.getInputCol(), keep, ids)
+            shown = collected(pairs), collected(conflicts)
+        return DuplicateReport(self._summary(), kept, *shown, number, values)
 
     def _summary(self) -> str:
         found = self.found

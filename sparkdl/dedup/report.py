@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,50 +92,33 @@ def _cell(name: Any, value: Any, values: dict[Any, bytes | str]) -> str:
     return shown if known is None else f"{shown}<br>{text(known)}"
 
 
-def examples(duplicates: DataFrame, keep: str) -> pd.DataFrame:
+def examples(duplicates: DataFrame, keep: str) -> DataFrame:
     """Some duplicates of each distance, the same in every run."""
     named = duplicates.withColumnRenamed(keep, "row")
     order = Window.partitionBy("distance").orderBy(F.xxhash64("row"), "row")
     ranked = named.withColumn("rank", F.row_number().over(order))
-    few = ranked.orderBy("rank", "distance").drop("rank").limit(SHOWN)
-    return collected(few)
+    return ranked.orderBy("rank", "distance").drop("rank").limit(SHOWN)
 
 
 def collected(frame: DataFrame) -> pd.DataFrame:
-    """The rows of a DataFrame, whose bytes that are no UTF-8 ``surrogateescape`` stands for."""
+    """The rows of a DataFrame, with U+FFFD for bytes that are no UTF-8."""
     texts = [field.name for field in frame.schema if field.dataType == T.StringType()]
     found: pd.DataFrame = frame.withColumns(
         {name: quoted(name).cast("binary") for name in texts}
     ).toPandas()
     for name in texts:
         found[name] = [
-            each if each is None else bytes(each).decode(errors="surrogateescape")
-            for each in found[name]
+            each if each is None else bytes(each).decode(errors="replace") for each in found[name]
         ]
     return found
 
 
-def readable(value: Any) -> Any:
-    """A value that ``collected`` returned, with U+FFFD for bytes that are no UTF-8."""
-    if not isinstance(value, str):
-        return value
-    return value.encode(errors="surrogateescape").decode(errors="replace")
-
-
 def values_of(
-    dataset: DataFrame, kind: str, value: str, keep: str, wanted: Iterable[Any]
+    dataset: DataFrame, kind: str, value: str, keep: str, wanted: DataFrame
 ) -> dict[Any, bytes | str]:
     """What some rows look like, by ``keep``; both as pandas has them."""
-    order = dataset.select(quoted(keep)).schema[0].dataType
-    given: Iterable[Any] = dict.fromkeys(map(_plain, wanted))
-    if isinstance(order, (T.TimestampType, T.TimestampNTZType)):
-        # As texts: Spark reads those in the session's time zone, and Python's in the process's.
-        given = [F.lit(str(each)).cast(order) for each in given]
-    named = quoted(keep)
-    if order == T.StringType():
-        named, given = named.cast("binary"), [x.encode(errors="surrogateescape") for x in given]
-    few = dataset.where(named.isin(*given))
-    rows = few.select(quoted(keep).alias("row"), quoted(value).alias("value"))
+    every = dataset.select(quoted(keep).alias("row"), quoted(value).alias("value"))
+    rows = every.join(F.broadcast(wanted), "row", "left_semi")
     if kind == "simhash":
         rows = rows.select("row", F.substring("value", 1, _CHARACTERS).alias("value"))
     elif kind in IMAGE_HASHES:
