@@ -111,19 +111,13 @@ class NearDuplicates(
         assert found is not None
         if not found.rows:
             raise DataError("the DataFrame has no rows")
-        if found.named < found.rows:
+        if found.different < found.rows:  # Spark leaves out null
+            null, twice = found.rows - found.named, found.named - found.different
             raise DataError(
-                f"column '{keep}' (keep) is null in {counted(found.rows - found.named, 'row')}. "
-                "Fill it, or name another column"
-            )
-        if found.different < found.rows:
-            counts = rows.groupBy("first").count().where("count > 1")
-            twice = counts.orderBy("first").first()
-            assert twice is not None
-            raise DataError(
-                f"column '{keep}' (keep) must be unique, but {twice['count']} rows have "
-                f"{twice['first']!r}. Make a column that is, for example with "
-                "F.monotonically_increasing_id(), and save the rows with it"
+                f"column '{keep}' (keep) must be unique and without null, but of "
+                f"{counted(found.rows, 'row')} {null} have null and {twice} the value of another "
+                "one. Make a column that is, for example with F.monotonically_increasing_id(), and "
+                "save the rows with it"
             )
         example = ""
         if found.broken:

@@ -65,8 +65,12 @@ def test_tables_before_any_task(
 
 @every_row(
     ("false", "id", "the DataFrame has no rows"),
-    ("true", "nullif(id, 2)", "(keep) is null in 1 row"),
-    ("true", "id % 3", "must be unique, but 2 rows have 0"),
+    (
+        "true",
+        "nullif(id, 2)",
+        "(keep) must be unique and without null, but of 4 rows 1 have null and 0",
+    ),
+    ("true", "id % 3", "0 have null and 1 the value of another"),
 )
 def test_rows_that_cannot_be_told_apart(
     rows: DataFrame, condition: str, keep: str, said: str
