@@ -49,7 +49,7 @@ def search(rows: DataFrame) -> float:
     start = time.perf_counter()
     model = NearDuplicates(hash="given", threshold=THRESHOLD, within=None).fit(rows)
     seconds = time.perf_counter() - start
-    model.unpersist()
+    model.words.unpersist()
     return seconds
 
 

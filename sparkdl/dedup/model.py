@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from typing_extensions import Self
 
@@ -72,33 +72,19 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
     """Leaves out the rows that are near one that stays. Made by ``NearDuplicates.fit``.
 
     Attributes:
+        words: the different hashes: columns ``group`` (the value of ``within``), ``word`` (the
+            hash), ``first`` (the smallest ``keep`` of its rows), ``rows`` (how many have it) and
+            ``dropped`` (a long whose bit t is 1 if threshold t drops them). After ``fit`` it is
+            persisted until ``model.words.unpersist()``; Spark computes it anew if it is needed.
         found: what the fit found, among it the number of broken rows.
     """
 
-    def __init__(self, words: DataFrame | pa.Table, found: Found) -> None:
+    def __init__(self, words: DataFrame, found: Found) -> None:
         super().__init__()
         self._set_declared_defaults()
-        self._words = words
+        self.words = words
         self._dataset: DataFrame | None = None
         self.found = found
-
-    @property
-    def words(self) -> DataFrame:
-        """The different hashes.
-
-        Columns ``group`` (the value of ``within``), ``word`` (the hash), ``first`` (the smallest
-        ``keep`` of its rows), ``rows`` (how many have it) and ``dropped`` (a long whose bit t is 1
-        if threshold t drops them). After ``fit`` it is persisted.
-        """
-        if isinstance(self._words, pa.Table):
-            spark: SparkSession = require_session()
-            self._words = frame_of(spark, self._words)
-        return self._words
-
-    def unpersist(self) -> Self:
-        """Have Spark forget the hashes; it computes them anew if they are needed once more."""
-        self.words.unpersist()
-        return self
 
     def write(self) -> DirectoryWriter:
         """A writer: ``model.write().overwrite().save(path)``; the driver holds the hashes then."""
@@ -115,12 +101,12 @@ class NearDuplicatesModel(DedupParams, Model, MLWritable, MLReadable["NearDuplic
 
     @classmethod
     def _saved(cls, directory: Path, metadata: dict[str, Any]) -> Self:
-        saved = read_json_object(directory / FOUND)
+        spark, saved = require_session(), read_json_object(directory / FOUND)
         try:
             words = pq.read_table(directory / HASHES)
             if words.column_names != COLUMNS:
                 raise ValueError(f"its hashes have the columns {words.column_names!r:.200}")
-            return cls(words, Found(**saved))
+            return cls(frame_of(spark, words), Found(**saved))
         except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
             raise ConfigError(f"the model in {directory} is damaged: {error}") from error
 

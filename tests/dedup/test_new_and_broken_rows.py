@@ -351,5 +351,5 @@ def test_what_was_forgotten_is_computed_anew(rows: DataFrame) -> None:
     model = NearDuplicates(hash="given", threshold=2).fit(rows)
     assert model.words.storageLevel.useMemory
     before = marked(model, rows)
-    assert not model.unpersist().words.storageLevel.useMemory
+    assert not model.words.unpersist().storageLevel.useMemory
     assert marked(model, rows) == before

@@ -103,7 +103,7 @@ def test_the_same_rows_stay_however_the_table_is_cut_up(table: DataFrame) -> Non
     for cut in cuts:
         model = NearDuplicates().fit(cut)
         assert ids(model.transform(cut)) == wanted
-        model.unpersist()
+        model.words.unpersist()
 
 
 def of_words(spark: SparkSession, words: list[int | None], **columns: list[object]) -> DataFrame:
@@ -190,4 +190,4 @@ def test_an_executor_that_dies_changes_no_row_that_stays(
     assert ids(model.transform(rows)) == wanted
     assert not token.exists()
     assert ids(model.kept(), "first") == wanted
-    model.unpersist()
+    model.words.unpersist()
