@@ -24,7 +24,6 @@ SENTENCE = {"featuresCol": "tokens"}
 
 MODELS = [
     Case("an MLP with `Dropout`", lambda: mlp(nn.Dropout(0.5)), random=True),
-    Case("a model in evaluation mode", lambda: mlp(nn.BatchNorm1d(8)).eval()),
     Case("`SyncBatchNorm`", lambda: mlp(nn.SyncBatchNorm(8))),
     Case(
         "`Conv1d`",
@@ -49,20 +48,8 @@ MODELS = [
         "`Conv2d` of flat rows", lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), head(16))
     ),
     Case(
-        "a model in `channels_last`",
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), head(16)).to(
-            memory_format=torch.channels_last
-        ),
-        settings=IMAGE,
-    ),
-    Case(
         "`EmbeddingBag(max_norm=0.5)`",
         lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 8, max_norm=0.5), head()),
-        settings=SENTENCE,
-    ),
-    Case(
-        "`EmbeddingBag(sparse=True)` with SGD",
-        partial(networks.embedding_bag, sparse=True, mode="sum"),
         settings=SENTENCE,
     ),
     Case(
@@ -140,22 +127,8 @@ MODELS = [
     ),
     Case("a model frozen as a whole", lambda: network().requires_grad_(False)),
     Case("a model without parameters", lambda: nn.Softmax(dim=1)),
-    Case(
-        "a parameter that no forward pass uses",
-        lambda: Model(
-            lambda self, features: self.used(features),
-            used=nn.Linear(WIDTH, CLASSES),
-            unused=nn.Linear(WIDTH, CLASSES),
-        ),
-    ),
-    Case("weights that get other memory (`weight.data = ...`)", networks.Clips),
     Case("layers that the first forward pass makes", networks.GrowsLayers),
     Case("a buffer that is None until the first forward pass", networks.FillsBuffer),
-    Case(
-        "a cache (`persistent=False`) that is None until the first forward pass",
-        networks.FillsCache,
-    ),
-    Case("a cache (`persistent=False`) that grows with the batches", networks.Caches),
     Case("a buffer of 8-bit floats", networks.Quantizes, as_function=True),
     Case("a sparse buffer", networks.Spreads),
     Case(
@@ -179,21 +152,8 @@ MODELS = [
     ),
     Case("`float16` parameters", lambda: network().half()),
     Case("`bfloat16` parameters", lambda: network().bfloat16()),
-    Case(
-        "parameters of several dtypes",
-        lambda: Model(
-            lambda self, features: self.head(self.body(features).tanh().double()),
-            body=body(),
-            head=head().double(),
-        ),
-    ),
     Case("a quantized model (`quantize_dynamic`)", networks.quantized, as_function=True),
     Case("a model on the `meta` device", networks.on_no_device),
-    Case(
-        "a model that differentiates itself, with `enable_grad`",
-        lambda: Model(networks.forces, body=body(), head=head()),
-        settings={"loss": networks.forces_loss, "outputCols": {"prediction": "logits"}},
-    ),
     Case("forward hooks", networks.hooked),
     Case(
         "a dict of outputs",
@@ -223,11 +183,6 @@ MODELS = [
         "a tuple of outputs without `outputCols`",
         partial(networks.several, lambda *outputs: outputs),
         settings={"loss": networks.first},
-    ),
-    Case(
-        "more outputs in training than in evaluation",
-        lambda: Model(networks.auxiliary, body=body(), head=head(), other=head()),
-        settings={"loss": networks.auxiliary_loss},
     ),
     Case(
         "a model that computes its own loss",
@@ -298,5 +253,4 @@ MODELS = [
             scale=torch.full((WIDTH,), 2.0),
         ),
     ),
-    Case("`get_extra_state`", networks.ExtraState),
 ]

@@ -157,34 +157,6 @@ class FillsBuffer(nn.Module):
         return self.layer(features - self.shift)
 
 
-class FillsCache(nn.Module):
-    """Makes a mask on its first batch, and registers it then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-        self.register_buffer("mask", None, persistent=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if self.mask is None:
-            self.register_buffer("mask", torch.arange(WIDTH) % 2 == 0, persistent=False)
-        return self.layer(features.masked_fill(self.mask, 0.0))
-
-
-class Caches(nn.Module):
-    """Keeps a table as long as the longest batch so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-        self.register_buffer("table", torch.zeros(1, WIDTH), persistent=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        if len(self.table) < len(features):
-            self.table = torch.ones(len(features), WIDTH)
-        return self.layer(features + self.table[: len(features)])
-
-
 class Quantizes(nn.Module):
     """Keeps a fixed layer's weights in a buffer of eight bits each."""
 
@@ -209,50 +181,6 @@ class Spreads(nn.Module):
         return self.layer((self.adjacency @ features.T).T)
 
 
-def forces(self: Any, features: Tensor) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        places = features.requires_grad_()
-        energy = self.head(self.body(places).tanh())
-        (force,) = torch.autograd.grad(
-            energy.sum(), places, create_graph=torch.is_grad_enabled() and self.training
-        )
-    return {"logits": energy, "force": force}
-
-
-def forces_loss(outputs: Any, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs["logits"], targets) + outputs["force"].square().mean()
-
-
-class Clips(nn.Module):
-    """Keeps its weights small by giving them other memory, as programs for GANs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-
-    def forward(self, features: Tensor) -> Tensor:
-        self.layer.weight.data = self.layer.weight.data.clamp(-0.1, 0.1)
-        return self.layer(features)
-
-
-class ExtraState(nn.Module):
-    """Has state that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = head(WIDTH)
-        self.note = {"unit": "m"}
-
-    def get_extra_state(self) -> Any:
-        return self.note
-
-    def set_extra_state(self, state: Any) -> None:
-        self.note = state
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.layer(features)
-
-
 class Margin(nn.Module):
     """A loss with a parameter of its own."""
 
@@ -262,17 +190,6 @@ class Margin(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(self.scale * outputs, targets)
-
-
-def auxiliary(self: Any, features: Tensor) -> Any:
-    hidden = self.body(features).tanh()
-    return (self.head(hidden), self.other(hidden)) if self.training else self.head(hidden)
-
-
-def auxiliary_loss(outputs: Any, targets: Tensor) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return functional.cross_entropy(outputs, targets)
-    return sum(functional.cross_entropy(each, targets) for each in outputs)
 
 
 def old_weight_norm() -> nn.Module:

@@ -25,19 +25,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH, ROWS = 6, 40
 FEATURES = np.random.default_rng(3).standard_normal((ROWS, WIDTH)).astype(np.float32)
-TOKENS = np.arange(ROWS)[:, None] * np.array([1, 3, 7]) % 11
-
-
-class Both(nn.Module):
-    """Two outputs of two features, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer = nn.Embedding(11, 4), nn.Linear(WIDTH + 4, 3)
-
-    def forward(self, features: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        pooled = self.embedding(tokens).mean(dim=1)
-        return {"pooled": pooled, "logits": self.layer(torch.cat([features, pooled], dim=1))}
 
 
 def classifier() -> nn.Module:
@@ -54,11 +41,9 @@ def computed(module: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.fixture(scope="module")
 def rows(spark: SparkSession) -> DataFrame:
     records = [
-        (index, FEATURES[index].tolist(), TOKENS[index].tolist(), Vectors.dense(FEATURES[index]))
-        for index in range(ROWS)
+        (index, FEATURES[index].tolist(), Vectors.dense(FEATURES[index])) for index in range(ROWS)
     ]
-    schema = ["id", "features", "tokens", "vector"]
-    return spark.createDataFrame(records, schema).repartition(3).cache()
+    return spark.createDataFrame(records, ["id", "features", "vector"]).repartition(3).cache()
 
 
 def values(frame: DataFrame, column: str = "prediction") -> np.ndarray:
@@ -129,32 +114,6 @@ def test_compiled_code_predicts_the_same_for_batches_of_any_size(
     assert np.array_equal(found[:, -1], np.full(ROWS, float(compiled)))
 
 
-@pytest.mark.nightly
-def test_several_outputs_of_several_columns_in_transform_and_in_sql(
-    rows: DataFrame, spark: SparkSession
-) -> None:
-    module = Both()
-    model = TorchModel.from_module(
-        module,
-        {"features": torch.zeros(2, WIDTH), "tokens": torch.zeros(2, 3, dtype=torch.int64)},
-        featuresAs="kwargs",
-        outputCols={"prediction": "logits", "embedding": "pooled"},
-        predictionDtype="float32",
-    )
-    with torch.no_grad():
-        expected = module(torch.from_numpy(FEATURES), torch.from_numpy(TOKENS))
-    predicted = model.transform(rows)
-    assert np.allclose(values(predicted), expected["logits"], atol=1e-6)
-    assert np.allclose(values(predicted, "embedding"), expected["pooled"], atol=1e-6)
-    spark.udf.register("predict", model.udf())
-    rows.createOrReplaceTempView("rows_to_predict")
-    queried = spark.sql(
-        "SELECT id, predict(features, tokens) AS p FROM rows_to_predict WHERE id % 2 = 0"
-    ).select("id", "p.prediction", "p.embedding")
-    assert np.allclose(values(queried), expected["logits"][::2], atol=1e-6)
-    assert np.allclose(values(queried, "embedding"), expected["pooled"][::2], atol=1e-6)
-
-
 def test_the_function_takes_vectors_and_goes_with_the_module_as_it_is_when_made(
     rows: DataFrame,
 ) -> None:
@@ -180,7 +139,7 @@ def test_a_function_called_with_columns_that_the_model_does_not_take_says_so(
 ) -> None:
     model = TorchModel.from_module(nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH))
     with pytest.raises(Exception, match="called with 2 columns, but it takes 1: features"):
-        rows.select(model.udf()("features", "tokens")).collect()
+        rows.select(model.udf()("features", "id")).collect()
 
 
 @pytest.mark.nightly

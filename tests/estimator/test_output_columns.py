@@ -18,10 +18,9 @@ from models import OwnLoss, lines
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from sequence_models import WORDS, Bag, EachItem, Named, alone, label_of, mean_of, tokens_of
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparkdl import ParameterAveraging, TorchEstimator, TorchModel
-from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.errors import ConfigError, DataError, ModelError
 
 IDS = range(60)
@@ -144,12 +143,6 @@ def test_columns_that_a_models_own_loss_cannot_have_are_refused_before_any_job(
 ) -> None:
     with no_jobs(rows.sparkSession), pytest.raises(ConfigError, match=words):
         own_loss(**changes).fit(rows)
-
-
-def test_a_model_of_one_output_has_no_other(spark: SparkSession) -> None:
-    model = TorchModel(SavedModule(nn.Linear(4, 3), None, (), "unknown", {None: 3}, ()))
-    with pytest.raises(ConfigError, match="has only one output"):
-        model.setOutputCols({"p": 0}).transform(frame(spark))
 
 
 ROWS, LR = 90, 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from frames import estimator, features_of, frame, frame_of_sizes, labels_of
 from models import TwoTables
 from pyspark import SparkContext
-from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -90,16 +88,6 @@ def test_rows_of_any_number_are_all_predicted_in_order(
     assert predicted.columns[-1] == "prediction"
     found = predict(classifier, frame_of_sizes(spark, [0, 60, 0]), "raw")
     assert close(found, outputs_of(classifier))
-
-
-@pytest.mark.nightly
-@pytest.mark.versions
-def test_vectors_in_files_predict_what_doubles_do(
-    spark: SparkSession, classifier: TorchModel, rows: DataFrame, tmp_path: Path
-) -> None:
-    path = (tmp_path / "vectors").as_uri()
-    rows.withColumn("features", array_to_vector("features")).write.parquet(path)
-    assert close(predict(classifier, spark.read.parquet(path), "raw"), outputs_of(classifier))
 
 
 def test_sparse_vectors_train_like_the_dense_arrays_they_stand_for(spark: SparkSession) -> None:

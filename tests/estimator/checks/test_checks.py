@@ -105,27 +105,6 @@ def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSess
     assert built() is None
 
 
-def test_a_step_is_tried_for_the_first_rows_and_only_the_outputs_for_those_that_arrive_later(
-    spark: SparkSession,
-) -> None:
-    steps = 0
-
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            nonlocal steps
-            steps += any(p.grad is not None for p in self.param_groups[0]["params"])
-            return super().step(closure)
-
-    # Not given to the estimator, which would have to pickle it.
-    plan, replica = plan_fit(estimator(), frame(spark, partitions=2))
-    replica.rebuild_optimizer(lambda build, parameters: Counting(parameters, lr=0.1))
-    replica._build_optimizer = partial(Counting, lr=0.1)
-    checks = RowChecks(replica)
-    checks.check(plan, FOUND)
-    assert steps == 1
-    assert checks._replica is None
-
-
 class Rateless(torch.optim.Optimizer):
     """Keeps its learning rate to itself."""
 
