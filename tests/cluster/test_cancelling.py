@@ -27,26 +27,6 @@ from sparkdl.spark.cluster.slots import count_running_tasks
 pytestmark = pytest.mark.nightly
 
 
-def test_cancelling_every_job_ends_the_fit_and_the_session_stays_usable(
-    spark: SparkSession,
-) -> None:
-    def cancel() -> None:
-        tracker = spark.sparkContext.statusTracker()
-        eventually(tracker.getActiveJobsIds, 60)
-        time.sleep(1)
-        spark.sparkContext.cancelAllJobs()
-
-    canceller = threading.Thread(target=cancel)
-    canceller.start()
-    started = time.monotonic()
-    with pytest.raises(TrainingError, match="cancel"):
-        estimator(model=Slow(0.05), epochs=500, timeout=300.0).fit(frame(spark))
-    canceller.join()
-    assert time.monotonic() - started < 60
-    assert all_jobs_end(spark)
-    assert estimator().fit(frame(spark)).history[0].examples == 60
-
-
 @pytest.mark.parametrize("fits", [True, False], ids=["fit", "run"])
 def test_cancelling_the_callers_own_job_group_ends_its_training_and_nothing_else(
     spark: SparkSession, fits: bool, tmp_path: Path

@@ -207,18 +207,6 @@ class IgnoresNan(nn.Module):
 
 
 @every_row(
-    ({"columnShapes": {"features": [2, 3]}}, "has 4 elements"),
-    ({"weightCol": "negative"}, "weight column 'negative' holds -1"),
-)
-def test_what_cannot_be_fed_is_refused_in_words(
-    spark: SparkSession, changes: dict[str, Any], fragment: str
-) -> None:
-    rows = frame(spark).withColumn("negative", F.lit(-1))
-    with pytest.raises((DataError, ConfigError), match=fragment):
-        estimator(**changes).fit(rows)
-
-
-@every_row(
     ({"columnDtypes": {"other": "int8"}}, "columnDtypes names 'other'"),
     ({"imageCols": ["features"]}, "encoded images are binary"),
     ({"featuresCol": "bytes"}, "is binary: declare its bytes"),

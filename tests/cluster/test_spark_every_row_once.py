@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frames import estimator, frame, frame_of_sizes, ids_by_partition, in_files
+from frames import estimator, frame, frame_of_sizes, in_files
 from missing_names import lacking
 from models import RowIds, row_ids
 from pyspark.sql import DataFrame, SparkSession
@@ -45,16 +45,6 @@ def shards(ids: dict[int, list[int]]) -> dict[int, set[int]]:
     return {rank: set(of_rank) for rank, of_rank in ids.items()}
 
 
-def test_a_skewed_frame_is_spread_evenly_over_the_workers(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    rows = frame_of_sizes(spark, [0, 57, 3])
-    assert list(map(len, ids_by_partition(rows))) == [0, 57, 3]
-    ids = fit(rows, tmp_path / "ids")
-    assert_each_row_once_an_epoch(ids, 60)
-    assert sorted(len(of_rank) // EPOCHS for of_rank in ids.values()) == [20, 20, 20]
-
-
 def in_many_files(spark: SparkSession, path: Path) -> DataFrame:
     """Each a partition."""
     return in_files(frame(spark, rows=300, partitions=300), path)
@@ -71,6 +61,7 @@ def united(spark: SparkSession, path: Path) -> DataFrame:
 
 
 UPSTREAMS: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
+    "skewed": lambda spark, _: frame_of_sizes(spark, [0, 285, 15]),
     "join": after_a_join,
     "union": united,
     "cache": lambda spark, _: frame(spark, rows=300, partitions=7).cache(),
@@ -80,7 +71,7 @@ UPSTREAMS: dict[str, Callable[[SparkSession, Path], DataFrame]] = {
 }
 
 
-@pytest.mark.nightly_variants
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize("upstream", UPSTREAMS)
 def test_workers_have_random_shards_of_the_same_size_whatever_they_have_read(
     spark: SparkSession, tmp_path: Path, upstream: str
@@ -129,11 +120,3 @@ def test_sparks_shuffle_spreads_rows_evenly(spark: SparkSession, tmp_path: Path)
     ids = fit(frame_of_sizes(spark, [18, 23, 19]), tmp_path / "ids", shuffleRows="spark")
     assert_each_row_once_an_epoch(ids, 60)
     assert max(len(of_rank) // EPOCHS for of_rank in ids.values()) <= 22
-
-
-@pytest.mark.gate
-def test_duplicate_rows_are_each_trained_on(spark: SparkSession, tmp_path: Path) -> None:
-    once = frame(spark, rows=10, partitions=1)
-    ids = fit(once.union(once).union(once), tmp_path / "ids")
-    seen = Counter(i for of_rank in ids.values() for i in of_rank)
-    assert seen == Counter(dict.fromkeys(range(10), 3 * EPOCHS))

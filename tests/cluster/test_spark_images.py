@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_row import every_row
-from frames import estimator, no_jobs
+from frames import estimator
 from pictures import by_pillow, drawn, encoded
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from sparkdl import TorchModel
-from sparkdl.errors import ConfigError, DataError
+from sparkdl.errors import ConfigError
 
 WIDTH, HEIGHT = 12, 10
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -161,19 +160,3 @@ def test_a_module_of_other_images_is_refused() -> None:
         TorchModel.from_module(
             nn.Flatten(), torch.zeros(1, 3, 4, 4), featuresCol="content", **images
         )
-
-
-@every_row(
-    ({"imageCols": None}, "imageSize is of the columns of images, but imageCols names none"),
-    ({"imageCols": ["name"]}, r"is binary: .* or imageCols=\['content'\]"),
-    ({"columnDtypes": {"content": "int32"}}, "imageScale makes floats"),
-    ({"featuresCol": "nowhere"}, "which the DataFrame does not have"),
-)
-def test_what_is_declared_wrongly_is_refused_before_any_task(
-    spark: SparkSession, changes: dict[str, Any], message: str
-) -> None:
-    rows = spark.createDataFrame(
-        [(bytearray(b"x"), 1.0, "a")], "content binary, y float, name string"
-    )
-    with no_jobs(spark), pytest.raises((ConfigError, DataError), match=message):
-        image_estimator("crop", [0.0], **changes).fit(rows)

@@ -105,13 +105,6 @@ def test_nulls_nan_and_large_integers_are_told_apart_in_transform(spark: SparkSe
 
 
 @pytest.mark.gate
-def test_a_null_in_transform_is_an_error_of_its_task(spark: SparkSession) -> None:
-    """One kind of null: a task that fails is tried again, in new processes."""
-    with pytest.raises(Exception, match="null"):
-        summing().transform(mixed(spark).where("id = 4")).collect()
-
-
-@pytest.mark.gate
 def test_a_function_for_sql_predicts_what_the_model_does(spark: SparkSession) -> None:
     rows = mixed(spark).where("id in (0, 3)")
     spark.udf.register("total", summing().udf())

@@ -15,17 +15,14 @@ import cloudpickle
 import pytest
 import torch
 from frames import all_jobs_end, estimator, frame, frame_of_sizes
-from models import DiesOnce, Saboteur, lines, task_rank
+from models import DiesOnce, Saboteur, lines
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-from torch import nn
 from waiting import eventually
 
 from sparkdl import GradientAllReduce, ParameterAveraging, TorchModel
 from sparkdl.callbacks import Callback, Training
 from sparkdl.errors import (
     DeadlineError,
-    NonFiniteError,
     TrainingError,
     WorkerError,
     WorkerLostError,
@@ -72,39 +69,6 @@ def test_an_exception_in_forward_fails_the_fit_with_its_place_and_traceback(
     assert first_passes == {"0 1": 1, "1 1": 1, "2 1": 1}, "a worker was started again"
     assert all_jobs_end(spark)
     assert_next_fit_works(spark)
-
-
-def failure(
-    kind: type[TrainingError], match: str, rows: DataFrame, **changes: Any
-) -> TrainingError:
-    """What a fit of three workers fails with."""
-    with pytest.raises(kind, match=match) as caught:
-        estimator(**{"numWorkers": 3, **changes}).fit(rows)
-    return caught.value
-
-
-def build_on_the_driver_only() -> nn.Module:
-    if task_rank() >= 0:
-        raise OSError("the file with the vocabulary is not here")
-    return nn.Linear(4, 3)
-
-
-def test_a_model_that_cannot_be_built_on_a_worker_is_reported_from_there(
-    spark: SparkSession,
-) -> None:
-    message = "OSError: the file with the vocabulary"
-    error = failure(WorkerError, message, even(spark), model=build_on_the_driver_only)
-    assert isinstance(error, WorkerError)
-    assert (error.epoch, error.step) == (0, 0)
-
-
-@pytest.mark.gate
-def test_nan_that_was_to_be_kept_is_an_error_before_a_model_comes_out(spark: SparkSession) -> None:
-    spoilt = F.when(F.col("id") == 17, F.array_repeat(F.lit(float("nan")), 4))
-    rows = frame(spark).withColumn("features", spoilt.otherwise(F.col("features")))
-    error = failure(NonFiniteError, "bad values in the features", rows, handleInvalid="keep")
-    assert isinstance(error, WorkerError)
-    assert error.epoch == 1
 
 
 @pytest.mark.gate
@@ -162,8 +126,8 @@ def test_an_interrupted_fit_leaves_no_job_and_the_session_usable(
 def test_a_gpu_that_is_not_there_is_reported_with_the_way_out(spark: SparkSession) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    message = r"device='cuda', but torch sees no GPU.*'auto'"
-    failure(TrainingError, message, frame(spark), device="cuda")
+    with pytest.raises(TrainingError, match=r"device='cuda', but torch sees no GPU.*'auto'"):
+        estimator(numWorkers=3, device="cuda").fit(frame(spark))
 
 
 def fit_with_a_loss(
