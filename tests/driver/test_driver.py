@@ -171,13 +171,6 @@ def test_an_error_in_the_drivers_callback_reaches_the_caller_and_stops_the_worke
     assert_nothing_left([])
 
 
-def test_the_outcome_is_in_evaluation_mode_and_has_a_history() -> None:
-    outcome = run_world(make_job(mlp(), epochs=2), classification([8]).shards())
-    assert not outcome.module.training
-    assert [row.epoch for row in outcome.history] == [1, 2]
-    assert all(row.seconds > 0 for row in outcome.history)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_outcome_keeps_the_models_dtype(dtype: torch.dtype) -> None:
     model = mlp().to(dtype)

@@ -25,7 +25,6 @@ from waiting import WAIT_S, eventually
 
 from sparkdl.averager import Averager, ServiceAddress
 from sparkdl.errors import (
-    DataError,
     DisconnectedError,
     NonFiniteError,
     TrainingError,
@@ -146,16 +145,6 @@ def test_an_error_in_the_source_of_rows_is_the_workers_error() -> None:
 
     with pytest.raises(WorkerError, match="OSError: the upstream broke"):
         run_world(make_job(mlp()), [rows(), classification([4]).shards()[0]])  # type: ignore[list-item]
-
-
-def test_rows_that_are_refused_reach_no_model() -> None:
-    trained: list[Tensor] = []
-    good = classification([40]).shards()[0]
-    nulls = pa.nulls(len(good[0]), pa.int64())
-    bad = pa.record_batch({"features": good[0].column(0), "label": nulls})
-    with pytest.raises(DataError):
-        run_world(make_job(lambda: Before(trained.append)), [good, [*good, bad]])
-    assert trained == []
 
 
 def test_a_diverged_loss_is_a_non_finite_error() -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from misbehaving import Marked, marked
 from subprocesses import run_python
 from torch import Tensor, nn
-from toys import classification, make_job, mlp
+from toys import make_job
 
 from sparkdl.averager.headers import failure_header, stopped_header
 from sparkdl.checkpoint.tensor_file import read_tensors, write_tensors
@@ -29,7 +29,6 @@ from sparkdl.strategies import GradientAllReduce
 from sparkdl.testing import run_world
 from sparkdl.transport.framing import MAX_HEADER_BYTES, header_message
 from sparkdl.worker.state import pack_worker_state, restart_state, unpack_worker_state
-from sparkdl.worker_callback import WorkerCallback, WorkerStep
 
 pytestmark = pytest.mark.usefixtures("nobody_stays")
 
@@ -282,18 +281,6 @@ def test_whatever_a_model_raises_is_the_workers_error(named: str) -> None:
     assert "in at_mark" in caught.value.worker_traceback
     assert len(str(caught.value)) < 30_000
     str(caught.value).encode()
-
-
-def test_an_error_in_a_callback_on_a_worker_names_the_callback() -> None:
-    class Fails(WorkerCallback):
-        def after_step(self, step: WorkerStep) -> None:
-            raise NoException("of its own")
-
-    job = make_job(mlp(), callbacks=(Fails(),))
-    with pytest.raises(WorkerError) as caught:
-        run_world(job, classification([8]).shards())
-    assert "callback Fails failed in after_step" in str(caught.value)
-    assert "NoException: of its own" in str(caught.value)
 
 
 def test_no_error_makes_a_header_too_long() -> None:
