@@ -19,11 +19,18 @@ from waiting import eventually
 
 from sparkdl.averager import Averager
 from sparkdl.averager.run_events import CheckpointSaved
-from sparkdl.callbacks import Callback, TensorBoard, TimeBudget, Training, TrainingReport
+from sparkdl.callbacks import (
+    Callback,
+    MLflow,
+    TensorBoard,
+    TimeBudget,
+    Training,
+    TrainingReport,
+)
 from sparkdl.callbacks.base import QUICK_S, Calls
 from sparkdl.driver import Outcome
 from sparkdl.errors import CallbackError
-from sparkdl.events import EpochSummary, WindowReport
+from sparkdl.events import WindowReport
 from sparkdl.strategies import (
     ElasticAveraging,
     GradientAllReduce,
@@ -51,6 +58,7 @@ def trained(callbacks: Sequence[Callback], epochs: int = 3) -> Outcome:
 def test_whatever_fails_in_an_observer_the_model_is_the_one_without_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    assert all(each.observer for each in (MLflow, TensorBoard, TrainingReport))
     hooks = dict.fromkeys(["on_round", "on_epoch", "on_end"], fail)
     watched = trained([type("Watcher", (Callback,), {"observer": True, **hooks})()])
     alone = trained([])
@@ -91,34 +99,6 @@ def test_an_observer_is_tried_again_unless_that_took_long_and_always_at_the_end(
         told(CheckpointSaved())
     told.end(None)
     assert calls == ["quick", "slow", "quick", "quick", "quick ends", "slow ends"]
-
-
-def test_a_report_whose_path_becomes_a_directory_costs_nothing_but_the_report(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "report.html"
-
-    class InTheWay(Callback):
-        def on_round(self, training: Training, reports: Sequence[WindowReport]) -> None:
-            if path.is_file():
-                path.unlink()
-                (path / "x").mkdir(parents=True)
-
-    assert len(trained([TrainingReport(str(path)), InTheWay()]).history) == 3
-    assert "TrainingReport failed in on_end" in warnings_in(caplog)[-1]
-
-
-def test_curves_that_cannot_be_written_any_more_cost_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Closes(Callback):
-        def on_epoch(self, training: Training, summary: EpochSummary) -> None:
-            for curves in training.kept.values():
-                writer = curves[0].file_writer.event_writer
-                writer.add_event = fail
-
-    assert len(trained([Closes(), TensorBoard(str(tmp_path))]).history) == 3
-    assert "TensorBoard failed in on_epoch" in warnings_in(caplog)[0]
 
 
 def test_what_a_callback_does_at_the_end_does_not_cost_the_model() -> None:
