@@ -24,7 +24,14 @@ from tables import ROWS, configuration, make_table, write_configuration
 from sparkdl.callbacks import Training
 from sparkdl.durable import lease
 from sparkdl.durable.local_files import LocalFiles
-from sparkdl.errors import ConfigError, DataError, ModelError, SetupError, WorkerLostError
+from sparkdl.errors import (
+    ConfigError,
+    DataError,
+    InUseError,
+    ModelError,
+    SetupError,
+    WorkerLostError,
+)
 from sparkdl.events import EpochSummary
 from sparkdl.feed.shards import DataStatistics
 from sparkdl.jobs import command, logs
@@ -131,7 +138,7 @@ def make_output(place: Location, run: Run) -> bool:
     [
         *((DataError("x"), 3), (ModelError("x"), 4), (SetupError("x"), 5)),
         *((WorkerLostError("x"), 6), (OSError("x"), 7), (ZeroDivisionError("x"), 1)),
-        (SystemExit(143), 143),
+        *((InUseError("x", "y"), 75), (SystemExit(143), 143)),
     ],
 )
 def test_each_kind_of_error_has_its_code(error: BaseException, code: int) -> None:

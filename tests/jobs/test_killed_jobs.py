@@ -135,27 +135,3 @@ def test_killed_at_random_moments_and_started_again_it_leaves_one_right_output(
     assert complete() == f"stormy {runs}"
     left = {path.name for path in folder.iterdir() if path.name.startswith(output)}
     assert left == {output}
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_of_two_at_once_one_is_told_to_come_back_later(folder: Path) -> None:
-    first = started(folder, "--run_id", "a")
-    deadline = time.monotonic() + 60
-    while not (folder / "model.sparkdl-job" / "in-use.json").exists():
-        assert time.monotonic() < deadline, log(folder)
-        assert first.poll() is None
-        time.sleep(0.1)
-    # On the brink of its end the first would let the second in.
-    os.killpg(first.pid, signal.SIGSTOP)
-    try:
-        second = started(folder, "--run_id", "a", "--result_file", "second.json")
-        assert wait(second, 120) == 75, log(folder)
-    finally:
-        os.killpg(first.pid, signal.SIGCONT)
-    told = json.loads((folder / "second.json").read_text())
-    assert f"is being written by process {first.pid} " in told["error"]["message"]
-    assert wait(first, 120) == 0, log(folder)
-    third = started(folder, "--run_id", "a")
-    assert wait(third, 120) == 0
-    assert [path.name for path in folder.glob("model*")] == ["model"]

@@ -55,15 +55,6 @@ def test_evaluate_on_no_rows_is_an_error_of_the_data(
     assert not (tmp_path / "evaluation").exists()
 
 
-def test_evaluate_on_rows_says_their_metrics(
-    tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluate, "load_model", lambda *_: Unchanged)
-    assert failed(evaluate_main, tmp_path, said) == (0, "")
-    found = json.loads((tmp_path / "evaluation" / "_result.json").read_text())
-    assert found["metrics"] == {"accuracy": 1.0}
-
-
 def test_a_column_that_a_stage_misses_is_an_error_of_the_data(
     tmp_path: Path, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
