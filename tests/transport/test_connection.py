@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import socket
 import struct
 import threading
@@ -19,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 from every_row import every
-from hypothesis import given
-from hypothesis import strategies as st
 from toys import DTYPES
 from virtual_time import VirtualClock
 
@@ -397,19 +394,6 @@ def test_headers_that_are_not_taken_are_skipped() -> None:
         here.send_header({"waiting": True})
         here.send_values(torch.ones(3), {"waiting": True})
         assert there.receive_values(torch.zeros(3)).tolist() == [1.0] * 3
-
-
-@given(octets=st.binary(max_size=200))
-def test_any_bytes_end_in_a_header_or_an_error_of_ours(octets: bytes) -> None:
-    left, right = local()
-    with left, right:
-        left.sendall(octets)
-        left.shutdown(socket.SHUT_WR)
-        try:
-            header = Connection(right, SILENCE_S).receive_header()
-        except (TrainingError, DisconnectedError):
-            return
-    assert header == json.loads(octets[5 : 5 + struct.unpack("!BI", octets[:5])[1]])
 
 
 @every("ends", [tcp, local])
