@@ -48,14 +48,6 @@ def names(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
-def test_what_was_published_is_read(tmp_path: Path) -> None:
-    save(CheckpointStore(str(tmp_path), keep_last=2), 3)
-    saved = CheckpointStore(str(tmp_path), keep_last=2).newest()
-    assert saved.description == {"epoch": 3}
-    assert content(saved, "rank-0") == b"weightsrank-0"
-    assert saved.contents["rank-0"].size == len(b"weightsrank-0")
-
-
 def test_the_newest_wins_whatever_its_epoch_and_there_may_be_none(tmp_path: Path) -> None:
     assert newest_epoch(tmp_path) is None
     assert newest_epoch(tmp_path / "a" / "b") is None

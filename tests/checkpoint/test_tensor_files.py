@@ -145,21 +145,6 @@ def test_the_library_sees_the_metadata(tmp_path: Path) -> None:
 
 
 @every(
-    "dtype",
-    [
-        *(torch.uint16, torch.uint32, torch.uint64),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz),
-        *(torch.float8_e5m2, torch.float8_e5m2fnuz),
-        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
-    ],
-)
-def test_dtypes_that_frozen_weights_may_have_are_written(dtype: torch.dtype) -> None:
-    values = {"a": tensor_of(dtype, (2, 3))}
-    found, _ = read_tensors(io.BytesIO(written(values)))
-    assert same_bits(found["a"], values["a"])
-
-
-@every(
     "values",
     [
         torch.arange(12.0).view(3, 4).t(),

@@ -21,7 +21,7 @@ from subprocesses import printed_by
 from toys import permutation
 
 from sparkdl.errors import ConfigError
-from sparkdl.feed.order import epoch_order, even_sizes
+from sparkdl.feed.order import even_sizes
 from sparkdl.feed.packed import ORDER_COLUMN
 from sparkdl.feed.schema import FeedSchema
 from sparkdl.protocols import Batch, ColumnSpec
@@ -289,14 +289,6 @@ def test_what_becomes_the_same_tensors_need_not_be_told_apart() -> None:
         (epoch,) = epochs_of([batch], schema=schema, epochs=1)
         found.append(torch.cat([each.features[0] for each in epoch]))
     assert torch.equal(*found)
-
-
-@given(rows=st.integers(0, 300), seed=st.integers(-(2**63), 2**63 - 1), epoch=st.integers(1, 999))
-def test_a_permutation_holds_every_index_once(rows: int, seed: int, epoch: int) -> None:
-    order = epoch_order(seed, epoch, 2, rows, rows, (), None)
-    assert torch.equal(order, permutation(rows, seed=seed, epoch=epoch, rank=2))
-    assert order.dtype is torch.int64
-    assert sorted(order.tolist()) == list(range(rows))
 
 
 def test_permutations_differ_by_seed_epoch_and_rank() -> None:
