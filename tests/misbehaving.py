@@ -127,11 +127,6 @@ def passes_in(folder: Path) -> int:
     return len(os.listdir(folder))
 
 
-def processes_in(folder: Path) -> set[int]:
-    """The processes in which rank 1 has begun passes."""
-    return {int(name.split("-")[1]) for name in os.listdir(folder)}
-
-
 def die_after(
     windows: int, job: Job, shards: Any, policy: CheckpointPolicy, ranks_as: Any = "threads"
 ) -> None:

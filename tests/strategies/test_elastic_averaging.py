@@ -15,8 +15,8 @@ import trainings
 from by_hand import Springs, in_step
 from every_row import every, every_row
 from torch import Tensor, nn
-from toys import classification, make_job, mlp, relative_error, windows_by_hand
-from trainings import EVEN, Point, equal_rows, normed, parabola, slope
+from toys import classification, make_job, mlp, relative_error
+from trainings import EVEN, Point, equal_rows, normed, slope
 
 from sparkdl.errors import ConfigError
 from sparkdl.events import WindowReport
@@ -288,71 +288,34 @@ def test_a_center_of_half_precision_goes_on_where_it_was() -> None:
 
 
 HOGWILD = ElasticAveraging(period=2, moving_rate=0.2, mode="hogwild")
-ROUND_ROBIN = replace(HOGWILD, mode="round_robin")
 
 
-def round_robin(epochs: int) -> nn.Module:
-    """Windows of two minibatches, one worker after the other."""
-    hand = Springs(0.2)
-    for _, windows in windows_by_hand(EVEN, epochs, period=2):
-        for rank, window in windows.items():
-            hand.learn(rank, window)
-            hand.meet([rank])
-    return hand.follow([])
+class Exchanges:
+    """Takes down when a worker begins an exchange and when it ends one."""
 
-
-def test_round_robin_workers_meet_the_center_in_the_order_of_ranks() -> None:
-    outcome = run_world(job(strategy=ROUND_ROBIN), EVEN.shards())
-    assert relative_error(outcome.module, round_robin(epochs=3)) < 1e-12
-    assert [row.examples for row in outcome.history] == [sum(EVEN.sizes)] * 3
-
-
-class LateClones:
-    """A center and so many workers that do all alike, each of which reads it before they write.
-
-    Args:
-        workers: how many they are.
-        rate: the moving rate.
-        run: of the one that trains.
-    """
-
-    def __init__(self, workers: int, rate: float) -> None:
-        self.center = 1.0
+    def __init__(self) -> None:
         self.said: list[tuple[str, int]] = []
-        self.run: Run | None = None
-        self._gain = workers * rate
-        self._read, self._on_its_way = 1.0, 1.0
+        self.run: Any = None
 
     def begin_exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         self.said.append(("begin", window.step))
-        self._on_its_way = self.center
-        self.center += self._gain * (float(segments[0]) - self._read)
 
     def end_exchange(self, segments: Sequence[Tensor], local: float) -> None:
-        assert self.run is not None
         self.said.append(("end", self.run.step))
-        self._read = self._on_its_way
-        segments[0].fill_(self._read)
 
     def exchange(self, segments: Sequence[Tensor], window: WindowReport) -> None:
         self.said.append(("last", window.step))
-        segments[0].fill_(self.center)
-
-
-def train_clone(strategy: ElasticAveraging, lr: float, workers: int, steps: int) -> LateClones:
-    clones = LateClones(workers, strategy.moving_rate or 0.0)
-    replica = Replica(Point(1.0), partial(torch.optim.SGD, lr=lr), parabola)
-    clones.run = run = Run(0, replica, clones)  # type: ignore[arg-type]
-    row = torch.ones(1, 6, dtype=torch.float64), torch.zeros(1)
-    batches = (Batch((row[0],), row[1], last=step == steps - 1) for step in range(steps))
-    strategy.train_epoch(run, strategy.start(run), batches)
-    return clones
 
 
 def test_hogwild_workers_wait_for_no_round_trip_but_an_epoch_s_last() -> None:
-    said = train_clone(HOGWILD, 0.1, workers=1, steps=7).said
+    exchanges = Exchanges()
+    replica = Replica(Point(1.0), partial(torch.optim.SGD, lr=0.1), slope)
+    exchanges.run = run = Run(0, replica, exchanges)  # type: ignore[arg-type]
+    row = torch.ones(1, 6, dtype=torch.float64), torch.zeros(1)
+    batches = (Batch((row[0],), row[1], last=step == 6) for step in range(7))
+    HOGWILD.train_epoch(run, HOGWILD.start(run), batches)
     between = [("begin", 2), ("end", 4), ("begin", 4), ("end", 6), ("begin", 6), ("end", 7)]
-    assert said == [*between, ("last", 7)]
+    assert exchanges.said == [*between, ("last", 7)]
 
 
 @every("momentum", [0.0, 0.7])

@@ -67,10 +67,6 @@ def slope(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.mean()
 
 
-def parabola(outputs: Tensor, targets: Tensor) -> Tensor:
-    return 0.5 * outputs.square().mean()
-
-
 def equal_rows(*values: float, steps: int) -> Data:
     """So many rows of each rank, all of its value."""
     features = np.repeat(np.array(values), steps)[:, None] * np.ones(6)
