@@ -274,9 +274,6 @@ def test_null_and_texts_without_letters_have_no_hash_and_only_these_are_at_fault
     assert faults.to_pylist() == [None, None, said, said, None]
 
 
-EVERY_BIT = 2**64 - 1
-
-
 def words(number: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-(2**63), 2**63, number, dtype=np.int64)
 
@@ -329,16 +326,6 @@ def test_many_words_have_keys_and_few_are_compared_as_they_are() -> None:
     for threshold in range(32):
         masks = keys_for(words(50_000), np.zeros(50_000, np.int64), threshold)
         assert len(masks) <= MOST_KEYS
-
-
-@every("threshold", (0, 1, 3, 10, 31))
-def test_each_bit_is_in_one_band(threshold: int) -> None:
-    for number in (threshold + 1, min(threshold + 5, 64)):
-        bands = dealt(margins(1000), number)
-        assert len(bands) == number
-        assert sum(bands) == EVERY_BIT  # no bit twice: the sum would carry
-        assert np.bitwise_or.reduce(np.array(bands, dtype=np.uint64)) == EVERY_BIT
-        assert all(bands)
 
 
 def test_bits_that_are_always_the_same_are_spread_over_the_bands() -> None:

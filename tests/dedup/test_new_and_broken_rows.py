@@ -186,18 +186,6 @@ def test_a_saved_model_knows_times_without_a_zone_as_such(
         assert loaded.transform(frame).collect() == [frame.orderBy("first").first()]
 
 
-@pytest.mark.nightly
-def test_texts_are_compared_by_simhash(spark: SparkSession) -> None:
-    line = "Every executor holds a full replica of the model, and the driver averages it"
-    texts = [line, f"{line.upper()}!", "Something else, of which nobody has ever heard before", "?"]
-    frame = spark.createDataFrame(pa.table({"id": range(4), "text": texts}))
-    model = NearDuplicates(inputCol="text", hash="simhash", within=None).fit(frame)
-    assert ids(model.transform(frame)) == [0, 2, 3]
-    report = model.report()
-    assert report.values == {0: texts[0], 1: texts[1]}
-    assert texts[1] in report.to_html()
-
-
 def test_texts_and_names_that_are_no_utf8_are_named_and_shown(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
