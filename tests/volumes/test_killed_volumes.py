@@ -66,7 +66,6 @@ def test_workers_that_are_killed_change_no_bit(tmp_path: Path, source: str, seed
     assert np.array_equal(read(tmp_path / "out"), read(tmp_path / "whole"))
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_driver_that_is_killed_goes_on_and_changes_no_bit(

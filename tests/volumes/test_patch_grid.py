@@ -64,14 +64,6 @@ def test_chunks_are_a_partition_of_the_array() -> None:
     assert len(met) == len(set(met)) == 5 * 7 * 4
 
 
-@every_row(((4, 4), (4, 2), (0, 0)), ((4, 4), (2, 5), (0, 0)), ((8, 8), (2, 4), (2, 2)))
-def test_patches_that_would_leave_gaps_or_never_end_are_refused(
-    patch: Sizes, overlap: Sizes, crop: Sizes
-) -> None:
-    with pytest.raises(ConfigError, match="leave gaps or never end"):
-        Patches((100, 100), patch, overlap, crop)
-
-
 @every_row(
     ((64, 128, 128), None),
     ((2000, 5000, 5000), None),

@@ -139,7 +139,7 @@ def test_another_job_for_the_same_output_is_refused(tmp_path: Path, source: str)
     retrained = Edges()
     with torch.no_grad():
         next(retrained.parameters()).mul_(1.5)
-    with pytest.raises(ConfigError, match=r"model was Edges \w+, is Edges"):
+    with pytest.raises(ConfigError, match=r"something else: model was Edges \w+, is Edges"):
         model_of(retrained).transform_volume(source, target, **SIZES)
     for change, text in [
         ({"patch": (6, 8, 9)}, r"patch was \[6, 8, 8\], is \[6, 8, 9\]"),

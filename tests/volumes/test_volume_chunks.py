@@ -107,14 +107,6 @@ def test_the_same_patches_are_the_same_bits_whatever_the_chunk() -> None:
     assert all(np.array_equal(first, other) for other in others)
 
 
-def test_the_largest_channel_is_that_of_the_blended_outputs() -> None:
-    array = np.random.default_rng(1).normal(size=(4, 9, 10, 11)).astype(np.float32)
-    patches = Patches(array.shape[1:], (4, 4, 4), (2, 2, 2), NO_CROP)
-    values = predict(array, patches, (4, 4, 4), (2, 4, 4))
-    found = predict(array, patches, (4, 4, 4), (2, 4, 4), labels=True)
-    assert np.array_equal(found[0], values.argmax(0))
-
-
 class Counting:
     """The identity plus one, which counts patches."""
 

@@ -38,20 +38,6 @@ def test_a_job_is_known_again_with_the_chunk_that_it_was_begun_with(tmp_path: Pa
 
 
 @every_row(
-    ({"model": "UNet 1e"}, "model was UNet 0f, is UNet 1e"),
-    ({"patch": [8, 9]}, r"patch was \[8, 8\], is \[8, 9\]"),
-    ({"chunk": [32, 16]}, r"chunk was \[16, 16\], is \[32, 16\]"),
-    ({"skip": "zeros"}, "skip was None, is zeros"),
-)
-def test_another_job_is_refused_with_what_differs(
-    tmp_path: Path, changes: dict[str, Any], text: str
-) -> None:
-    marked(tmp_path / "out")
-    with pytest.raises(ConfigError, match=f"begun with something else: {text}. Give the same"):
-        Records(tmp_path / "out").claim({**JOB, **changes})
-
-
-@every_row(
     *((name, "{}") for name in (".zarray", "zarr.json", "info", "attributes.json", ".zgroup")),
     *((".zarray", place) for place in ("file://{}", "file://{}/", "file://{}|zarr2:")),
     (".zarray", {"driver": "auto", "kvstore": "file://{}"}),
