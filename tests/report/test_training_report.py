@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import profiles
 import pytest
 from every_row import every_row
+from profiles import BATCH, STEP_S
 from recordings import Play, busy_world
 from toys import classification, make_job, mlp
 from virtual_time import VirtualClock
@@ -136,29 +138,15 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_trained(tmp_
     assert not rounds
 
 
-ROWS, BATCH, STEP_S, MODEL = 4 * 32 * 100, 32, 0.02, 1e6
+MODEL = 1e6
 
 
 def profile(**changes: Any) -> Profile:
+    """Of two workers of one host, who send three copies of a model each way."""
     sent = Traffic(through="driver", up=3 * MODEL, down=3 * MODEL, period=5)
-    known: dict[str, Any] = {
-        "model": "Net",
-        "strategy": "ParameterAveraging(period=7)",
-        "machine": "workers on a; driver: b",
-        "workers": 2,
-        "hosts": 1,
-        "batch_size": BATCH,
-        "aggregation": "driver",
-        "traffic": sent,
-        "rows": ROWS,
-        "trained": 250_000,
-        "model_bytes": 1_000_000,
-        "worker_step_s": (STEP_S, STEP_S),
-        "round_s": 0.01,
-        "rounds": 100,
-        "epoch_seconds": (1.0, 1.0, 1.0),
-    }
-    return Profile(**{**known, **changes})
+    known = {"workers": 2, "hosts": 1, "rows": 4 * BATCH * 100, "exchange_s": 0.01}
+    known |= {"strategy": "ParameterAveraging(period=7)", "traffic": sent}
+    return profiles.profile(**{**known, **changes})
 
 
 def simulate(**given: Any) -> Any:
