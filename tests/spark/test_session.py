@@ -15,15 +15,6 @@ from sparkdl.errors import ConfigError, SetupError
 from sparkdl.spark.session import find_java
 
 
-def test_without_java_the_message_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SetupError, match=r"Java 17 or 21.*apt-get install openjdk-17"):
-        find_java()
-
-
 def test_a_java_home_without_java_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(SetupError, match=f"JAVA_HOME is {tmp_path}.*unset it"):
@@ -54,7 +45,7 @@ def test_create_session_in_a_process_without_java_fails_with_the_fix_and_no_stac
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("sparkdl.errors.SetupError: Spark needs Java 17 or 21")
-    assert "apt-get install" in last
+    assert "apt-get install openjdk-17" in last
     assert "JAVA_GATEWAY_EXITED" not in done.stderr
 
 

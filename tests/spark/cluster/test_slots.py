@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from every_row import every_row
-from frames import estimator, frame
 from pyspark.sql import SparkSession
 from subprocesses import printed_by
 
@@ -164,23 +163,6 @@ def test_cores_max_is_what_spark_gives_and_nothing_more_is_waited_for(
     assert f"chosen {slots} True" in printed
 
 
-@pytest.mark.nightly
-def test_a_fit_without_num_workers_trains_on_every_slot(spark: SparkSession) -> None:
-    model = estimator(numWorkers=None, batchSize=10).fit(frame(spark, rows=60))
-    assert description_of_last_fit(spark).startswith("sparkdl: train Sequential on 3 workers")
-    assert model.history[0].examples == 60
-
-
-def description_of_last_fit(spark: SparkSession) -> str:
-    jobs = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
-    found = [jobs.apply(i) for i in range(jobs.size())]
-    ours = [j for j in found if j.jobGroup().isDefined()]
-    last = max(
-        (j for j in ours if j.jobGroup().get().startswith("sparkdl-")), key=lambda j: j.jobId()
-    )
-    return str(last.description().get())
-
-
 DEADLINE_S = 60.0
 
 
@@ -202,12 +184,6 @@ class Holder:
         with queue.take(workers, lambda: slots):
             self.started.set()
             assert self._leave.wait(DEADLINE_S)
-
-
-def test_runs_that_fit_in_together_run_together() -> None:
-    queue = SlotQueue()
-    with queue.take(2, lambda: 4), queue.take(2, lambda: 4):
-        pass
 
 
 def test_who_has_to_wait_for_slots_is_not_overtaken_by_a_smaller_run(

@@ -277,18 +277,6 @@ def test_prints_and_log_records_of_a_fit_appear_behind_their_rank(
         assert f"[rank {rank}] a log record" in shown
 
 
-def test_lines_go_to_whoever_shows_them_and_leaving_waits_for_the_last() -> None:
-    seen: list[tuple[int, str]] = []
-
-    def on_lines(rank: int, lines: object, left_out: int) -> None:
-        seen.extend((rank, line) for line in lines)  # type: ignore[attr-defined]
-
-    with console_of(on_lines) as console, forwarded(console.address, 1, echo=False):
-        for number in range(50):
-            print(number)
-    assert seen == [(1, str(number)) for number in range(50)]
-
-
 def test_without_an_echo_nothing_is_written_twice(capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
     with console_of(lambda *told: seen.append(told)) as console:

@@ -11,9 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hostile import arbitrary
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from services import Intruder, run_of
 from waiting import eventually
 
@@ -177,13 +174,6 @@ def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
     assert "rank 0: closed by peer" in str(error)
 
 
-def test_lines_arrive_with_their_rank(run: RunService, shown: list[Any]) -> None:
-    with RunClient(run.address, 1) as client:
-        client.send_lines(["one", "two"], 3)
-        assert run.show_next(60)
-        assert shown == [(1, ("one", "two"), 3)]
-
-
 def test_a_failure_ends_the_run_with_the_workers_traceback_and_wakes_who_waits(
     run: RunService,
 ) -> None:
@@ -221,12 +211,6 @@ def test_a_rank_that_is_none_of_the_run_ends_it() -> None:
 def test_a_rank_that_joins_twice_ends_the_run(run: RunService) -> None:
     with RunClient(run.address, 0), RunClient(run.address, 0):
         assert "or the rank has already joined" in str(failure_of(run))
-
-
-def test_missing_ranks_are_known(run: RunService) -> None:
-    assert run.missing == [0, 1]
-    with RunClient(run.address, 1):
-        assert eventually(lambda: run.missing == [0], 60)
 
 
 def test_nobody_gets_in_without_the_token(run: RunService) -> None:
@@ -284,41 +268,6 @@ def test_output_that_cannot_be_read_is_left_out_with_a_word_and_the_run_goes_on(
         assert silent == []
         intruder.send_header({"gather": {"from": 1}})
         assert other.gather({"from": 0}) == [{"from": 0}, {"from": 1}]
-        assert run.failure is None
-
-
-TOLD = st.one_of(
-    st.fixed_dictionaries({"lines": arbitrary}, optional={"left_out": arbitrary}),
-    st.fixed_dictionaries({"report": arbitrary | st.dictionaries(st.text(max_size=3), arbitrary)}),
-    st.fixed_dictionaries({"stacks": arbitrary}),
-)
-
-
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(headers=st.lists(TOLD, min_size=1, max_size=8))
-@pytest.mark.usefixtures("no_thread_dies")
-def test_whatever_is_printed_or_answered_another_worker_is_shown_and_stacks_are_text(
-    headers: list[Any],
-) -> None:
-    shown: list[Any] = []
-    with (
-        run_of(2, shown=shown) as run,
-        ThreadPoolExecutor(1) as pool,
-        Intruder(run, JOINS) as intruder,
-        RunClient(run.address, 0) as other,
-    ):
-        assert eventually(lambda: not run.missing, 60)
-        asked = pool.submit(run.stacks.tops, [1])
-        assert intruder.receive_header() == {"stacks": True}
-        for header in [*headers, {"stacks": "here"}, {"lines": ["whole"], "left_out": 0}]:
-            intruder.send_header(header)
-        other.send_lines(["held"], 0)
-        wanted = [(1, ("whole",), 0), (0, ("held",), 0)]
-        while not all(each in shown for each in wanted):
-            run.show_next(60)
-        assert isinstance(asked.result(60).get(1, ""), str)
         assert run.failure is None
 
 
@@ -396,10 +345,6 @@ def test_a_driver_that_cannot_be_understood_stops_a_worker_that_gathers() -> Non
             run.messages["gather"] = ({}, answer_badly)
             with pytest.raises(StoppedError, match="it sent a header that no driver sends"):
                 pool.submit(client.gather, {}).result(timeout=60)
-
-
-def test_the_token_is_not_shown(run: RunService) -> None:
-    assert run.address.token not in repr(run.address)
 
 
 def test_who_leaves_before_saying_who_it_is_is_no_rank_that_is_lost(

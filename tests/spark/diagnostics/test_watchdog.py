@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from frames import estimator, frame, with_features
-from models import Slow, append_line, lines, task_rank
+from models import append_line, lines, task_rank
 from pyspark import SparkStageInfo
 from pyspark import cloudpickle as spark_cloudpickle
 from pyspark.sql import SparkSession
@@ -271,36 +271,6 @@ def test_a_single_task_upstream_that_takes_longer_than_the_timeout_is_waited_for
     fitted: Any = estimator(timeout=TIMEOUT_S, batchSize=4).fit(with_features(upstream))
     assert fitted.history[0].examples == 10
     assert driver.clock.passed > 3 * TIMEOUT_S
-
-
-@pytest.mark.nightly
-def test_workers_that_are_never_started_are_named_at_the_timeout(
-    spark: SparkSession, tmp_path: Path, driver: Driver
-) -> None:
-    """Two of three slots are taken, which Spark has no word for."""
-    context, taken, over = spark.sparkContext, str(tmp_path), str(tmp_path / "over")
-
-    def take(number: int) -> None:
-        Path(taken, f"taken-{number}").touch()
-        waits_for_a_lock(over)
-
-    def be_late() -> None:
-        assert eventually(lambda: bool(driver.averagers), SPARK_S)
-        assert eventually(lambda: driver.coordinator.members.joined == {0}, SPARK_S)
-        driver.wait(TIMEOUT_S + 1)
-
-    takes = threading.Thread(target=lambda: context.parallelize(range(2), 2).foreach(take))
-    takes.start()
-    try:
-        assert eventually(lambda: len(list(tmp_path.iterdir())) == 2, SPARK_S)
-        with (
-            pytest.raises(DeadlineError, match=r"did not start \(1 of 3 workers did"),
-            meanwhile(be_late),
-        ):
-            estimator(model=Slow(0.0), numWorkers=3, timeout=TIMEOUT_S).fit(frame(spark))
-    finally:
-        Path(over).touch()
-        takes.join()
 
 
 LOST = "ExecutorLostFailure (executor 3 exited caused by one of the running tasks) Reason: "

@@ -35,12 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("--steps", type=int)
-    options.add_argument("--fail-on", type=int, default=-1)
     chosen = options.parse_args()
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
-    if rank == chosen.fail_on:
-        raise LookupError("no such thing")
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -159,18 +156,6 @@ def test_a_script_with_arguments_runs_and_its_output_is_shown(
     weights = {line.partition("weights")[2] for line in shown if "weights" in line}
     assert len(weights) == 1
     assert {line.partition("weights")[0] for line in shown} == {"[rank 0] ", "[rank 1] "}
-
-
-@pytest.mark.gate
-def test_a_script_that_fails_is_an_error_with_that_ranks_traceback(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    with pytest.raises(WorkerError, match=r"rank 1 on .*LookupError: no such thing") as caught:
-        sparkdl.run(str(script), "--steps", "5", "--fail-on", "1", num_workers=2)
-    assert caught.value.rank == 1
-    assert "in main" in caught.value.worker_traceback
 
 
 def test_an_exception_on_one_rank_while_others_wait_for_it_is_what_is_raised(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import socket
 import sys
@@ -29,7 +28,6 @@ from frames import (
     frame_of_sizes,
     ids_by_partition,
     labels_of,
-    same_bits,
 )
 from models import Saboteur, append_line, lines, task_rank
 from pyspark.sql import DataFrame, SparkSession
@@ -71,11 +69,15 @@ def limited(spark: SparkSession) -> DataFrame:
     return frame(spark, 60, 9).limit(50)
 
 
+def uneven(spark: SparkSession) -> DataFrame:
+    return frame_of_sizes(spark, [0, 54, 6])
+
+
 @pytest.mark.gate
-@pytest.mark.nightly_variants
+@pytest.mark.nightly_variants(daily=2)
 @pytest.mark.parametrize(
     ("make", "rows"),
-    [(union, 90), (coalesced, 60), (limited, 50)],
+    [(union, 90), (uneven, 60), (coalesced, 60), (limited, 50)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_any_lineage_can_be_trained_on(
@@ -83,13 +85,6 @@ def test_any_lineage_can_be_trained_on(
 ) -> None:
     model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(make(spark))
     assert model.history[0].examples == rows
-
-
-@pytest.mark.gate
-def test_uneven_and_empty_partitions_do_not_hang(spark: SparkSession) -> None:
-    rows = frame_of_sizes(spark, [0, 54, 6])
-    model = estimator(strategy=ALL_REDUCE, numWorkers=3).fit(rows)
-    assert model.history[0].examples == 60
 
 
 @pytest.mark.gate
@@ -207,14 +202,6 @@ def test_the_params_choose_interface_and_port_of_a_fit(spark: SparkSession, tmp_
     assert port < int(chosen) <= port + 40
 
 
-@pytest.mark.nightly
-def test_an_interface_that_no_worker_has_is_an_error_that_lists_what_there_is(
-    spark: SparkSession,
-) -> None:
-    with pytest.raises(TrainingError, match=r"no network interface of .* matches 'wan7'; .*lo \("):
-        estimator(strategy=ALL_REDUCE, numWorkers=3, collectiveInterface="wan7").fit(frame(spark))
-
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 FILES, ROWS, WORKERS = 16, 480, 2
 
@@ -226,20 +213,6 @@ def files(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Data
     rows = frame(spark, ROWS, 1).sort("label").coalesce(1)
     rows.write.option("maxRecordsPerFile", ROWS // FILES).parquet(path)
     return spark.read.parquet(path)
-
-
-@pytest.mark.gate
-def test_a_fit_of_sixteen_files_trains_on_every_row_once_with_the_same_bits(
-    files: DataFrame, caplog: pytest.LogCaptureFixture
-) -> None:
-    tuned = estimator(strategy=ALL_REDUCE, numWorkers=WORKERS, epochs=2)
-    with caplog.at_level(logging.INFO, "sparkdl"):
-        first = tuned.fit(files)
-    again = tuned.fit(files)
-    assert "are read by 2 tasks, and are exchanged among 2 workers" in caplog.text
-    assert "Spark's shuffle" not in caplog.text
-    assert [row.examples for row in first.history] == [ROWS] * 2
-    assert same_bits(first, again)
 
 
 def labels_and_ids() -> list[tuple[int, int]]:

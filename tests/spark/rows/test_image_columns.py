@@ -181,6 +181,7 @@ def test_what_is_cached_comes_from_the_cache_also_when_its_files_are_gone(
 
 
 @pytest.mark.gate
+@pytest.mark.versions
 def test_vectors_are_read_from_files(spark: SparkSession, tmp_path: Path) -> None:
     rows: list[Any] = [
         (k, Vectors.sparse(3, {1: float(k)}) if k % 2 else Vectors.dense(k, 0.0, 1.0))
