@@ -50,30 +50,24 @@ def test_it_is_the_rule_in_numpy(strategy: ThresholdGradientSharing) -> None:
     assert [len(each.weights) for each in commits if each.weights] == expected * 3
 
 
+def executors_differ_from_the_driver_by(
+    strategy: ThresholdGradientSharing, **changes: Any
+) -> float:
+    driver = run_world(job(strategy=strategy, **changes), DATA.shards()).module
+    among = job(strategy=replace(strategy, aggregation="executors"), **changes)
+    return relative_error(run_world(among, DATA.shards(), ranks_as="processes").module, driver)
+
+
 @pytest.mark.nightly
 def test_among_executors_it_is_what_it_is_in_the_driver() -> None:
     strategy = ThresholdGradientSharing(0.005, sparsity=(0.01, 0.1), clip=1.0, period=3)
-    driver, executors = (
-        run_world(job(strategy=each), DATA.shards(), ranks_as=ranks_as).module
-        for each, ranks_as in (
-            (strategy, "threads"),
-            (replace(strategy, aggregation="executors"), "processes"),
-        )
-    )
-    assert relative_error(executors, driver) < 1e-9
+    assert executors_differ_from_the_driver_by(strategy) < 1e-9
 
 
 def test_executors_weigh_what_they_send_by_what_the_loss_divides_by() -> None:
     strategy = ThresholdGradientSharing(0.0, sparsity=None, clip=None, period=2)
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64))
-    driver, executors = (
-        run_world(job(strategy=each, loss=loss, epochs=1), DATA.shards(), ranks_as=ranks_as).module
-        for each, ranks_as in (
-            (strategy, "threads"),
-            (replace(strategy, aggregation="executors"), "processes"),
-        )
-    )
-    assert relative_error(executors, driver) < 1e-9
+    assert executors_differ_from_the_driver_by(strategy, loss=loss, epochs=1) < 1e-9
 
 
 class Normed(nn.Module):
