@@ -130,6 +130,29 @@ def cnn(classes: int = 3, seed: int = 4) -> nn.Module:
     ).double()
 
 
+class SparseTable(nn.Module):
+    """Its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.table = nn.Embedding(5, 3, sparse=True).double()
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.table((features[:, 0].abs() % 5).long())
+        return outputs
+
+
+class Rateless(torch.optim.Optimizer):
+    """Keeps its learning rate to itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Take none."""
+
+
 def make_job(model: Any, **changes: Any) -> Job:
     """A job on ``schema()``: SGD at 0.1, period 1, one epoch, batches of 4, a short deadline."""
     settings: dict[str, Any] = {

@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from every_row import every, every_row
 from interruptions import policy
-from toys import classification, make_job, mlp, schema
+from toys import classification, held_out, held_out_schema, make_job, mlp
 
 from sparkdl.averager.run_events import RoundCommitted
 from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, TimeBudget, Training
@@ -22,7 +20,6 @@ from sparkdl.callbacks.base import Calls
 from sparkdl.errors import CallbackError, ConfigError, DisconnectedError, WorkerError
 from sparkdl.events import EpochSummary, WindowReport
 from sparkdl.feed.shards import DataStatistics
-from sparkdl.protocols import ColumnSpec
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
 from sparkdl.testing import Shard, run_world
 from sparkdl.worker import Job
@@ -32,13 +29,7 @@ SIZES = [24, 12]
 
 def with_held_out_rows(**changes: Any) -> tuple[Job, list[Shard]]:
     """A job whose workers hold every third of their rows out, and the rows."""
-    shards: list[Shard] = []
-    for batches in classification(SIZES).shards():
-        rows = pa.Table.from_batches(batches)
-        held = pa.array(np.arange(rows.num_rows) % 3 == 0)
-        shards.append(rows.append_column("held", held).to_batches(max_chunksize=10))
-    columns = replace(schema(), validation=ColumnSpec("held", torch.bool))
-    return make_job(mlp(), schema=columns, **changes), shards
+    return make_job(mlp(), schema=held_out_schema(), **changes), held_out(SIZES).shards()
 
 
 class Diary(Callback):

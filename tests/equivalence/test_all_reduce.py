@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+import toys
 from every_row import every, every_row
 from interruptions import same_bits
 from test_union_batch import OPTIMIZERS, SMALL, at_the_gate, trained
@@ -126,24 +127,11 @@ def test_a_first_gradient_that_comes_late_is_the_first_to_the_optimizer(name: st
     as_one_process(UsedLater(), [12, 12], name)
 
 
-class SparseTable(nn.Module):
-    """Its gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.table = nn.Embedding(5, 3, sparse=True).double()
-
-    def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
-        return outputs
-
-
 @every("accumulate", [1, 2])
 def test_workers_of_sparse_gradients_may_have_unequal_numbers_of_steps(accumulate: int) -> None:
     data, strategy = classification([26, 17, 9]), GradientAllReduce(accumulate=accumulate)
-    outcome = trained(data, SparseTable(), strategy, epochs=2)
-    oracle = sgd_on_union(SparseTable(), data, epochs=2, accumulate=accumulate)
+    outcome = trained(data, toys.SparseTable(), strategy, epochs=2)
+    oracle = sgd_on_union(toys.SparseTable(), data, epochs=2, accumulate=accumulate)
     assert relative_error(outcome.module, oracle) <= 1e-10
 
 

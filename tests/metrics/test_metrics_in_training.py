@@ -21,7 +21,7 @@ from torchmetrics.classification import (
     MulticlassAUROC,
     MulticlassConfusionMatrix,
 )
-from toys import classification, make_job, mlp, schema
+from toys import classification, held_out, held_out_schema, make_job, mlp, schema
 
 from sparkdl.callbacks import Callback, EarlyStopping, ModelCheckpoint, Training
 from sparkdl.checkpoint.policy import CheckpointPolicy
@@ -48,14 +48,18 @@ def probabilities(outputs: Any, targets: Any) -> tuple[Any, Any]:
 
 def measured_job(makers: Any = MAKERS, **changes: Any) -> tuple[Job, list[Shard]]:
     """A job whose workers hold every third of their rows out, if they have any, and the rows."""
-    shards: list[Shard] = []
-    for size, batches in zip(SIZES, classification(SIZES).shards(), strict=True):
-        held = pa.array(np.arange(size) % 3 == 0)
-        rows = pa.Table.from_batches(batches).append_column("held", held) if size else None
-        shards.append(rows.to_batches(max_chunksize=10) if rows else [])
-    columns = replace(schema(), validation=ColumnSpec("held", torch.bool))
     metrics = Metrics.of(makers, probabilities)
-    return make_job(mlp(), schema=columns, metrics=metrics, **changes), shards
+    job = make_job(mlp(), schema=held_out_schema(), metrics=metrics, **changes)
+    return job, held_out(SIZES).shards()
+
+
+def told(scores: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+    """What scikit-learn says of it, as ``MAKERS`` would."""
+    return {
+        "accuracy": pytest.approx(sk.accuracy_score(targets, scores.argmax(1)), rel=1e-6),
+        "auroc": pytest.approx(sk.roc_auc_score(targets, scores, multi_class="ovr"), rel=1e-6),
+        "confusion": sk.confusion_matrix(targets, scores.argmax(1)).tolist(),
+    }
 
 
 def expected(module: torch.nn.Module) -> dict[str, Any]:
@@ -63,12 +67,7 @@ def expected(module: torch.nn.Module) -> dict[str, Any]:
     held = np.concatenate([np.arange(size) % 3 == 0 for size in SIZES])
     with torch.no_grad():
         scores = module(torch.tensor(data.features[held])).softmax(1).numpy()
-    targets = data.targets[held]
-    return {
-        "accuracy": pytest.approx(sk.accuracy_score(targets, scores.argmax(1)), rel=1e-6),
-        "auroc": pytest.approx(sk.roc_auc_score(targets, scores, multi_class="ovr"), rel=1e-6),
-        "confusion": sk.confusion_matrix(targets, scores.argmax(1)).tolist(),
-    }
+    return told(scores, data.targets[held])
 
 
 class WeightedAccuracy(Metric):

@@ -10,30 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn.metrics as sk
 import torch
 from every_row import every_row
 from frames import CLASSES, WIDTH, estimator, features_of, frame, labels_of
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
+from test_metrics_in_training import MAKERS as METRICS
+from test_metrics_in_training import told
 from torch import nn
 from torchmetrics import MeanSquaredError, Metric
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassAUROC,
-    MulticlassConfusionMatrix,
-)
+from torchmetrics.classification import MulticlassAUROC
 
 from sparkdl import TorchEstimator, TorchModel
 from sparkdl.callbacks import EarlyStopping
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.checks.preflight import plan_fit
 
-METRICS = {
-    "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
-    "auroc": partial(MulticlassAUROC, CLASSES),
-    "confusion": partial(MulticlassConfusionMatrix, CLASSES),
-}
 ROWS = 60
 THRESHOLDS = 50
 
@@ -41,12 +33,7 @@ THRESHOLDS = 50
 def by_scikit_learn(module: nn.Module, ids: np.ndarray) -> dict[str, Any]:
     with torch.no_grad():
         scores = module(torch.tensor(features_of(ids), dtype=torch.float32)).softmax(1).numpy()
-    targets = labels_of(ids)
-    return {
-        "accuracy": pytest.approx(sk.accuracy_score(targets, scores.argmax(1)), rel=1e-6),
-        "auroc": pytest.approx(sk.roc_auc_score(targets, scores, multi_class="ovr"), rel=1e-6),
-        "confusion": sk.confusion_matrix(targets, scores.argmax(1)).tolist(),
-    }
+    return told(scores, labels_of(ids))
 
 
 @pytest.mark.nightly

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from every_row import every, every_row
@@ -20,12 +18,19 @@ from hypothesis import given, settings
 from replicas import train_plainly
 from torch import nn
 from torch.optim import lr_scheduler
-from toys import batches_by_hand, classification, make_job, mlp, relative_error, schema
+from toys import (
+    batches_by_hand,
+    classification,
+    held_out,
+    held_out_schema,
+    make_job,
+    mlp,
+    relative_error,
+)
 
 from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.errors import ConfigError, DisconnectedError, WorkerError
 from sparkdl.feed.feed import FeedOptions
-from sparkdl.protocols import ColumnSpec
 from sparkdl.replica.schedule import Schedule
 from sparkdl.reshuffle.server import exchange_plan
 from sparkdl.strategies import GradientAllReduce, ParameterAveraging
@@ -216,13 +221,8 @@ def rates_by_torch(losses: list[float], lr: float) -> list[float]:
 
 def validating(sizes: list[int], **changes: Any) -> tuple[Job, list[Any]]:
     """A job whose workers hold every third of their rows out, and its rows."""
-    shards = []
-    for batches in classification(sizes).shards():
-        rows = pa.Table.from_batches(batches)
-        held = pa.array(np.arange(rows.num_rows) % 3 == 0)
-        shards.append(rows.append_column("held", held).to_batches(max_chunksize=10))
-    columns = replace(schema(), validation=ColumnSpec("held", torch.bool))
-    return make_job(mlp(), schema=columns, scheduler=PLATEAU, **changes), shards
+    job = make_job(mlp(), schema=held_out_schema(), scheduler=PLATEAU, **changes)
+    return job, held_out(sizes).shards()
 
 
 def test_all_workers_follow_the_loss_on_all_held_out_rows_through_lost_connections(

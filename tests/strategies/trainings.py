@@ -71,16 +71,3 @@ def equal_rows(*values: float, steps: int) -> Data:
     """So many rows of each rank, all of its value."""
     features = np.repeat(np.array(values), steps)[:, None] * np.ones(6)
     return Data(features, np.zeros(len(features), np.int64), (steps,) * len(values))
-
-
-class SparseTable(nn.Module):
-    """Its gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.table = nn.Embedding(5, 3, sparse=True).double()
-
-    def forward(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self.table((features[:, 0].abs() % 5).long())
-        return outputs

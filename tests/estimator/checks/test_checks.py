@@ -16,6 +16,7 @@ from frames import CLASSES, WIDTH, built, estimator, frame
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
+from toys import Rateless
 
 import sparkdl
 from sparkdl import ParameterAveraging
@@ -103,15 +104,6 @@ def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSess
 
     gc.collect()
     assert built() is None
-
-
-class Rateless(torch.optim.Optimizer):
-    """Keeps its learning rate to itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None: ...
 
 
 SIGNS = GradientAllReduce(compression=OneBitAdam(10))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from every_row import every, every_row
+from test_rounds import Exponential
 
 from sparkdl.planner.links import Link
 from sparkdl.planner.simulation.cluster import Cluster, Epoch, LogNormal
@@ -38,13 +39,6 @@ from sparkdl.strategies import (
 LINK = Link(12.5e6)
 LARGE = 4e6
 STATE = {"parameters": LARGE, "buffers": 0.0, "optimizer": LARGE}
-
-
-class Exponential(LogNormal):
-    """Steps of a second, and an exponential time of the same mean on top."""
-
-    def draw(self, generator: np.random.Generator, steps: int, count: int) -> np.ndarray:
-        return steps + generator.standard_gamma(steps, count)
 
 
 def cluster(**given: Any) -> Cluster:

@@ -18,7 +18,7 @@ import torch
 import trainings
 from every_row import every
 from torch import Tensor, nn
-from toys import Data, batches_by_hand, classification, make_job, mlp, schema
+from toys import Data, SparseTable, batches_by_hand, classification, make_job, mlp, schema
 
 from sparkdl.errors import NonFiniteError, WorkerError
 from sparkdl.protocols import Batch
@@ -262,7 +262,7 @@ def test_what_cannot_be_found_again_ends_the_run_all_the_same() -> None:
     assert "though each worker's own are when computed again" in str(error)
 
 
-class MarkedTable(trainings.SparseTable):
+class MarkedTable(SparseTable):
     def forward(self, features: Tensor) -> Tensor:
         marked = (features.abs() >= MARK).any()
         outputs = super().forward(features)

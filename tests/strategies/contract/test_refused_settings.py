@@ -17,8 +17,8 @@ from every_row import every_row
 from misbehaving import die_after
 from streams import STREAMS
 from torch import Tensor, nn
-from toys import classification, make_job, mlp
-from trainings import ADAM, DATA, SparseTable, job
+from toys import Rateless, SparseTable, classification, make_job, mlp
+from trainings import ADAM, DATA, job
 
 from sparkdl.checkpoint.object_spec import load_object, save_object
 from sparkdl.checkpoint.policy import CheckpointPolicy
@@ -60,16 +60,6 @@ PERIODS = (
     *(((1, 0),), ((1, True),), ((1, 2.5),)),
     *(((0, 5),), ((2, 5),), ((1, 5), (1, 6)), ((1, 5), (9, 6), (3, 7))),
 )
-
-
-class Rateless(torch.optim.Optimizer):
-    """Keeps its learning rate to itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        """Take none."""
 
 
 class UsedLater(nn.Module):
