@@ -62,25 +62,23 @@ MODELS = [
         lambda: nn.Sequential(nn.EmbeddingBag(WORDS - 1, 8), head()),
         settings=SENTENCE,
     ),
-    Case(
-        "a bare `GRU`, which returns (outputs, state)",
-        lambda: nn.GRU(4, CLASSES, batch_first=True),
-        {
-            **SERIES,
-            "loss": lambda outputs, targets: functional.cross_entropy(outputs[0][:, -1], targets),
-            "outputCols": {"states": 0},
-        },
-        "a loss of both; `outputCols={'states': 0}`",
-    ),
-    Case(
-        "a bare `LSTM`, which returns (outputs, (state, cell))",
-        lambda: nn.LSTM(4, CLASSES, batch_first=True),
-        {
-            **SERIES,
-            "loss": lambda outputs, targets: functional.cross_entropy(outputs[0][:, -1], targets),
-            "outputCols": {"states": 0},
-        },
-        "a loss of all of them; `outputCols={'states': 0}`",
+    *(
+        Case(
+            f"a bare `{kind.__name__}`, which returns {returned}",
+            lambda kind=kind: kind(4, CLASSES, batch_first=True),
+            {
+                **SERIES,
+                "loss": lambda outputs, targets: functional.cross_entropy(
+                    outputs[0][:, -1], targets
+                ),
+                "outputCols": {"states": 0},
+            },
+            f"a loss of {what}; `outputCols={{'states': 0}}`",
+        )
+        for kind, returned, what in (
+            (nn.GRU, "(outputs, state)", "both"),
+            (nn.LSTM, "(outputs, (state, cell))", "all of them"),
+        )
     ),
     Case(
         "the same with `CrossEntropyLoss()`",
