@@ -19,11 +19,9 @@ DTYPES = {
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
     **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "F4_E2M1_X2": torch.float4_e2m1fn_x2},
     **{"BOOL": torch.bool, "C64": torch.complex64, "C128": torch.complex128},
 }
-for _name, _dtype in {"F8_E8M0": "float8_e8m0fnu", "F4_E2M1_X2": "float4_e2m1fn_x2"}.items():
-    if hasattr(torch, _dtype):  # since 2.7 and 2.8
-        DTYPES[_name] = getattr(torch, _dtype)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

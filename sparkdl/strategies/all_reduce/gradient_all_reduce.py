@@ -35,7 +35,7 @@ from sparkdl.strategies.all_reduce.model_and_loss import (
     batch_norm_layers,
     synchronize,
 )
-from sparkdl.strategies.all_reduce.sharded import ShardedModel, require_shardable
+from sparkdl.strategies.all_reduce.sharded import ShardedModel
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
 from sparkdl.strategies.arguments import (
     BOOL,
@@ -224,7 +224,7 @@ class GradientAllReduce(Strategy["Reducer"]):
         if self.sync_batch_norm:
             batch_norm_layers(replica.module)
         if self.shard_parameters and replica.shards is None:
-            require_shardable(replica)
+            replica.cut_state()  # refuses what cannot be cut
         for part in (self.compression, self.preconditioner, self.hybrid):
             if part is not None and not isinstance(part, str):
                 part.require_fits(replica)

@@ -46,21 +46,6 @@ _CONTAINERS = (
 """Of torch's own modules, those that only call the modules in them."""
 
 
-def require_shardable(replica: Replica) -> None:
-    """Check that a replica can be sharded, and that this torch's ``fully_shard`` can do it.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    from torch.distributed import fsdp
-
-    if not hasattr(getattr(fsdp, "FSDPModule", None), "set_force_sum_reduction_for_comms"):
-        raise ConfigError(
-            f"shard_parameters needs a newer torch than {torch.__version__}: it is tested with 2.13"
-        )
-    replica.cut_state()
-
-
 def units_of(module: nn.Module, unit_bytes: float) -> list[nn.Module]:
     """The modules within one whose parameters are gathered together, inner ones first.
 
