@@ -97,6 +97,10 @@ def _explained(frame: DataFrame) -> str:
 
 @with_fallback(_explained)
 def _plan_of(frame: DataFrame) -> str:
+    session = frame._jdf.sparkSession()
+    if session.getActiveSession().isEmpty():
+        # Spark 3.5.0 copies the plan of a cached frame here, which takes the thread's session.
+        session.setActiveSession(session)
     return str(frame._jdf.queryExecution().executedPlan().toString())
 
 
