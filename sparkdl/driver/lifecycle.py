@@ -90,10 +90,31 @@ def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
 
     Args:
         model: a module, or a function or class that takes no arguments and returns one.
+
+    Raises:
+        ModelError: the module has hooks on its parameters, which no copy would have.
     """
-    if isinstance(model, nn.Module):
-        return functools.partial(copy.deepcopy, model)
-    return model
+    if not isinstance(model, nn.Module):
+        return model
+    for name, each in model.named_parameters():
+        if each._backward_hooks or each._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"parameter '{name}' of the module that is given as model has a hook on its "
+                "gradient, which torch copies with no parameter: the replicas would train without "
+                "it. Give as model a class or function that registers the hook as it builds the "
+                "module"
+            )
+    return functools.partial(_copied, model)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A deep copy, whose parameters also have the attributes that optimizers may go by."""
+    copied = copy.deepcopy(module)
+    parameters = dict(copied.named_parameters())
+    for name, each in module.named_parameters():
+        if name in parameters:  # a module may say itself how it is copied
+            parameters[name].__dict__.update(copy.deepcopy(each.__dict__))
+    return copied
 
 
 def initial_center(replica: Replica, *, with_optimizer: bool) -> tuple[Layout, list[Tensor]]:

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -188,6 +189,29 @@ def test_an_instance_is_built_as_a_copy_and_stays_untouched() -> None:
     outcome = run_world(make_job(model, epochs=2), classification([8, 8]).shards())
     assert outcome.module is not model
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_the_attributes_of_an_instances_parameters_reach_the_optimizer() -> None:
+    def grouped(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups: dict[float, list[nn.Parameter]] = {}
+        for _, each in named_parameters:
+            groups.setdefault(getattr(each, "rate", 0.0), []).append(each)
+        return torch.optim.SGD([{"params": each, "lr": rate} for rate, each in groups.items()])
+
+    model = nn.Linear(6, 3).double()
+    model.weight.rate = 0.5  # type: ignore[assignment]
+    job = make_job(model, optimizer=grouped)
+    trained = run_world(job, classification([8, 8]).shards()).module
+    assert not torch.equal(trained.weight, model.weight)
+    assert torch.equal(trained.bias, model.bias)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_an_instances_parameters_which_no_copy_has_are_refused(kind: str) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3))
+    getattr(model[0].weight, kind)(lambda gradient: None)
+    with pytest.raises(ModelError, match=r"'0\.weight' .* has a hook .*registers the hook as it"):
+        as_builder(model)
 
 
 class Sparse(nn.Linear):
