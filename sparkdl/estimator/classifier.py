@@ -14,7 +14,13 @@ from pyspark.sql import DataFrame
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
 from sparkdl.estimator.fitted import FittedModel
-from sparkdl.estimator.labels import indexed, labels_of, require_known, with_names
+from sparkdl.estimator.labels import (
+    indexed,
+    labels_of,
+    require_known,
+    require_outputs_of,
+    with_names,
+)
 from sparkdl.estimator.outputs import ClassOutputs, NumberOutput
 from sparkdl.estimator.params.declaration import constructor
 from sparkdl.estimator.params.estimators import TorchClassifierParams, TorchRegressorParams
@@ -94,6 +100,8 @@ class TorchClassifier(TorchClassifierParams, BaseEstimator[TorchClassificationMo
         require_frame(dataset, to_end="Fit", connect=True)
         column = self.getLabelCol()
         labels = self.getLabels() or labels_of(dataset, column)
+        if isinstance(warm_start, TorchClassificationModel):
+            require_outputs_of(column, labels, warm_start.getLabels())
         rows, index = indexed(dataset, column, labels)
         named = self.copy({self.labels: labels})
         try:

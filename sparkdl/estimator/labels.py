@@ -7,7 +7,7 @@ rows are read.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -108,14 +108,44 @@ def indexed(
 
 def _require_same_indices(field: T.StructField, classes: list[Label]) -> None:
     """Refuse indices of a StringIndexer that was fitted to other rows: it sorts by frequency."""
-    places = {text: index for index, text in enumerate(classes)}
-    for index, text in enumerate(field.metadata.get("ml_attr", {}).get("vals") or ()):
-        if places.get(text, index) != index:
-            raise DataError(
-                f"{_holds(field.name)}{index} for {text!r}, as its metadata says, but that is "
-                f"class {places[text]} of labels={classes!r:.200}. Index all rows with one "
-                "StringIndexerModel, or set labelCol to the column of texts"
-            )
+    for index, text, place in _moved(field.metadata.get("ml_attr", {}).get("vals"), classes):
+        raise DataError(
+            f"{_holds(field.name)}{index} for {text!r}, as its metadata says, but that is class "
+            f"{place} of labels={classes!r:.200}. Index all rows with one StringIndexerModel, or "
+            "set labelCol to the column of texts"
+        )
+
+
+def require_outputs_of(
+    column: str, classes: list[Label] | None, trained: list[Label] | None
+) -> None:
+    """Refuse to start from a model whose outputs stand for the same labels in another order.
+
+    Args:
+        column: the one with the labels.
+        classes: their labels.
+        trained: those of the model that a training starts from.
+
+    Raises:
+        ConfigError: a label has another place among them.
+    """
+    for index, label, place in _moved(classes, trained):
+        raise ConfigError(
+            f"{label!r} is class {index} of label column '{column}', but class {place} of "
+            f"warm_start, whose labels are {trained!r:.200}: the training would start from the "
+            "output of another class. Set labels=warm_start.getLabels(); if the column holds "
+            "indices, make them with the StringIndexerModel of the earlier training"
+        )
+
+
+def _moved(
+    labels: Sequence[Label] | None, others: Sequence[Label] | None
+) -> Iterator[tuple[int, Label, int]]:
+    """Labels that have another place among others: place, label and other place."""
+    places = {label: place for place, label in enumerate(others or ())}
+    for place, label in enumerate(labels or ()):
+        if places.get(label, place) != place:
+            yield place, label, places[label]
 
 
 def require_known(

@@ -29,6 +29,7 @@ from sparkdl import (
     trusted_modules,
 )
 from sparkdl.callbacks import Callback, Training
+from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.errors import CallbackError, ConfigError, DataError
 
 ROWS = 60
@@ -264,6 +265,17 @@ def test_what_is_no_label_column_of_classes_is_refused(spark: SparkSession) -> N
     for changes, given, words in refused:
         with pytest.raises((ConfigError, DataError), match=words):
             TorchClassifier(model=network(), **SETTINGS, **changes).fit(given)
+
+
+def test_a_model_whose_outputs_stand_for_the_labels_in_another_order_is_no_start(
+    spark: SparkSession,
+) -> None:
+    rows, module = named(frame(spark)), network()
+    made_of = SavedModule(module, module, (), "logits", {None: CLASSES}, ())
+    before = TorchClassificationModel(made_of).setLabels(["cat", "ant", "dog"])
+    told = r"'ant' is class 0 of .*'label', but class 1 of warm_start.*labels=warm_start\.getLabels"
+    with pytest.raises(ConfigError, match=told):
+        TorchClassifier(model=network(), **SETTINGS).fit(rows, warm_start=before)
 
 
 @pytest.mark.gate
