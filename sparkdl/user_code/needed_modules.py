@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +98,27 @@ def pickled(value: Any, names: set[str], *, counts: bool = False) -> bytes:
     file = io.BytesIO()
     ReferencePickler(file, names, counts).dump(value)
     return file.getvalue()
+
+
+def takes_along(value: Any, others: Iterable[Any]) -> bool:
+    """Whether a pickle of an object would hold one of some other objects."""
+    wanted = set(map(id, others))
+
+    class Seeker(ReferencePickler):
+        def reducer_override(self, each: Any) -> Any:
+            if id(each) in wanted:
+                raise _FoundError
+            return super().reducer_override(each)
+
+    try:
+        Seeker(io.BytesIO(), set()).dump(value)
+    except _FoundError:
+        return True
+    return False
+
+
+class _FoundError(Exception):
+    """There is no need to pickle the rest."""
 
 
 def imported_names(code: types.CodeType, package: str | None = None) -> Iterator[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.arguments import listed
 from sparkdl.errors import ModelError
 from sparkdl.estimator.params.converters import SEVERAL_OPTIMIZERS
 from sparkdl.estimator.schema import FitSettings, fed_columns
@@ -20,8 +23,11 @@ from sparkdl.protocols import UNKNOWN, LossFunction
 from sparkdl.replica import Replica
 from sparkdl.replica.initial import has_lazy_parameters, initialized
 from sparkdl.replica.optimizer_state import NamedParameters, build_optimizer
+from sparkdl.user_code.needed_modules import takes_along
 from sparkdl.user_code.tracebacks import message_of, text_of
 from sparkdl.worker import Job
+
+logger = logging.getLogger(__name__)
 
 SHOW_ZEROS = "Give a function as model that builds it and calls it on a batch of zeros"
 _HOW_TO_BUILD = {
@@ -123,6 +129,25 @@ class LazyModelError(ModelError):
             f"the model has lazy layers that no forward pass has initialized. {SHOW_ZEROS}"
         )
         self.module = module
+
+
+def warn_of_untrained(model: Any, others: Mapping[str, Any]) -> None:
+    """Warn of what would compute with the module that the user gave, which is never trained.
+
+    Args:
+        model: as the user gave it; of a function nobody else has what it builds.
+        others: what is sent along with it, by name.
+    """
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    trained = [each for each in parameters if each.requires_grad]
+    found = [name for name, each in others.items() if takes_along(each, trained)] if trained else []
+    if found:
+        logger.warning(
+            "what is given as %s refers to the module that is given as model, of which each "
+            "replica trains a copy: in every step it sees the values from before the training. The "
+            "replica is step.model in a WorkerCallback, and self in the model's forward",
+            listed(found),
+        )
 
 
 def build_whole(job: Job, settings: FitSettings, frame: DataFrame) -> tuple[Job, Replica]:

@@ -18,7 +18,7 @@ from sparkdl.checkpoint.policy import CheckpointPolicy
 from sparkdl.checkpoint.portable import require_portable
 from sparkdl.driver import as_builder
 from sparkdl.errors import ConfigError, ModelError, TrainingError
-from sparkdl.estimator.checks.building import build_whole
+from sparkdl.estimator.checks.building import build_whole, warn_of_untrained
 from sparkdl.estimator.head import Head, head_of
 from sparkdl.estimator.outputs import MetricInputs
 from sparkdl.estimator.params.declaration import described
@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 SENT = ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform", "metrics")
 """Params whose values are sent to the executors."""
+COMPUTING = ("loss", "batchTransform", "callbacks")
+"""Those that may compute with the model."""
 REHEARSED_STEPS = 20
 """They take some milliseconds; state that grows late does so within a few steps."""
 
@@ -209,9 +211,11 @@ def plan_fit(
     require_frame(frame, to_end="Fit", connect=True)
     job, spark = job_of(settings), frame.sparkSession
     sent = {name: settings.getOrDefault(name) for name in SENT}
-    for name, value in {**sent, "callbacks": list(job.callbacks)}.items():
+    sent["callbacks"] = list(job.callbacks)
+    for name, value in sent.items():
         require_picklable(name, value)
     job, replica = build_whole(job, settings, frame)
+    warn_of_untrained(sent["model"], {name: sent[name] for name in COMPUTING})
     require_portable(replica.module, job.model)
     job.strategy.require_fits(replica)
     start = None

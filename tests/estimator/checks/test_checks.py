@@ -13,6 +13,7 @@ import pytest
 import torch
 from every_row import every, every_row
 from frames import CLASSES, WIDTH, built, estimator, frame
+from models import Net
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from toys import Rateless
 
 import sparkdl
 from sparkdl import ParameterAveraging
-from sparkdl.callbacks import TrainingReport
+from sparkdl.callbacks import TrainingReport, WorkerCallback
 from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.checks.probe import Trial
@@ -109,6 +110,28 @@ def test_the_replica_that_was_tried_out_is_gone_before_training(spark: SparkSess
 SIGNS = GradientAllReduce(compression=OneBitAdam(10))
 KFAC = GradientAllReduce(preconditioner=KFACPreconditioner())
 ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+class Remembers(WorkerCallback):
+    def __init__(self, module: nn.Module) -> None:
+        self.average = torch.optim.swa_utils.AveragedModel(module)
+        self.module = module
+
+
+def test_what_would_compute_with_the_given_module_which_is_never_trained_is_warned_of(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, rows = Net(), frame(spark)
+    callback = Remembers(module)
+    plan_fit(estimator(model=Net, callbacks=[callback]), rows)
+    given = estimator(model=module, callbacks=[callback], batchTransform=lambda rows: rows)
+    plan_fit(given, rows)
+    (told,) = (each for each in caplog.messages if "from before the training" in each)
+    assert told.startswith("what is given as callbacks refers")
+    del callback.module  # what it has besides is a copy
+    caplog.clear()
+    plan_fit(given, rows)
+    assert not [each for each in caplog.messages if "from before the training" in each]
 
 
 @every_row(
