@@ -194,7 +194,9 @@ class Trial:
                 f"the loss computes with '{used[0]}' of the module that was given as model, of "
                 "which each replica trains a copy: it would see the values from before the "
                 "training, and none of its gradients would count. Let the model compute what "
-                "depends on its parameters (loss='model'), or use the optimizer's weight_decay"
+                "depends on its parameters (loss='model'), or use the optimizer's weight_decay. If "
+                "it is a lambda or another function inside the module that uses them, make it a "
+                "method, or give the class or a function that builds the module as model"
             )
 
     def _loss_as_it_was(self) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from toys import mlp
 
 from sparkdl.errors import ModelError
 from sparkdl.estimator.checks.probe import PREDICTED_ROWS, Trial
-from sparkdl.estimator.head import head_of
+from sparkdl.estimator.head import Head, head_of
 from sparkdl.feed.column_statistics import ColumnStatistics
 from sparkdl.feed.schema import FeedSchema
 from sparkdl.outputs import described
@@ -310,6 +310,20 @@ def test_a_loss_of_the_given_modules_parameters_is_refused_and_leaves_it_no_grad
     with pytest.raises(ModelError, match=r"the loss computes with '0\.weight' of the module that"):
         Trial(replica, schema, statistics, given).step(head_of(decayed))
     assert all(each.grad is None for each in given.parameters())
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.forward = lambda features: self.layer(features)  # type: ignore[method-assign]
+
+
+def test_a_module_whose_copy_computes_with_it_is_told_to_be_built_by_a_function() -> None:
+    given, schema = Branches(), FeedSchema((FEATURES,), LABEL)
+    statistics = [ColumnStatistics(), ColumnStatistics(smallest=0, largest=2)]
+    with pytest.raises(ModelError, match=r"'layer\.weight' .* lambda .* that builds the module"):
+        Trial(built(lambda: copy.deepcopy(given)), schema, statistics, given).step(Head.LOGITS)
 
 
 def test_an_optimizer_of_another_modules_parameters_is_refused() -> None:
