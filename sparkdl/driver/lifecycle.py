@@ -39,6 +39,7 @@ from sparkdl.errors import (
 from sparkdl.events import EpochSummary
 from sparkdl.protocols import Layout, ModelBuilder
 from sparkdl.replica import Replica
+from sparkdl.replica.flat import has_gradient_hook
 from sparkdl.replica.initial import WarmStart
 from sparkdl.report import Recording
 from sparkdl.user_code.tracebacks import add_note, message_of, text_of
@@ -97,7 +98,7 @@ def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
     if not isinstance(model, nn.Module):
         return model
     for name, each in model.named_parameters():
-        if each._backward_hooks or each._post_accumulate_grad_hooks:
+        if has_gradient_hook(each):
             raise ModelError(
                 f"parameter '{name}' of the module that is given as model has a hook on its "
                 "gradient, which torch copies with no parameter: the replicas would train without "

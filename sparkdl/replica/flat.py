@@ -121,6 +121,11 @@ def _flatten_buffers(module: nn.Module) -> list[FlatGroup]:
     return groups
 
 
+def has_gradient_hook(parameter: nn.Parameter) -> bool:
+    """Whether code of the user's sees or changes a parameter's gradient; no copy of it has that."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that are part of a module's state, under each of their names.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.protocols import Batch
+from sparkdl.replica.flat import has_gradient_hook
 from sparkdl.replica.optimizer_state import (
     NamedParameters,
     OptimizerState,
@@ -293,6 +294,8 @@ def require_rows(named: NamedParameters) -> None:
             found = "is complex: keep its real and imaginary parts"
         elif not parameter.is_contiguous():
             found = f"has the strides {parameter.stride()}: make it .contiguous()"
+        elif has_gradient_hook(parameter):
+            found = "has a hook on its gradient, which no part of it has: do without the hook"
         if found is not None:
             raise ConfigError(
                 f"shard_parameters cuts parameters into rows, but '{name}' {found}, or drop it"

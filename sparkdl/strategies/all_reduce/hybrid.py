@@ -27,6 +27,7 @@ from torch import nn
 
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.replica.flat import has_gradient_hook
 from sparkdl.strategies.arguments import CheckedFields, argument, must
 from sparkdl.strategies.worker_group import Grid
 
@@ -161,5 +162,7 @@ def _require_splits(name: str, layer: nn.Linear, users: Counter[nn.Parameter]) -
             found = "is tied: another layer has it too, and would need all of it"
         elif not parameter.is_floating_point():
             found = f"is of {parameter.dtype}, where real numbers are needed"
+        elif has_gradient_hook(parameter):
+            found = "has a hook on its gradient, which a part of it does not have"
         if found is not None:
             raise ConfigError(f"hybrid: the {kind} of '{name}' {found}. {advice}")

@@ -163,12 +163,19 @@ def normed() -> nn.Module:
     return model
 
 
+def hooked() -> nn.Module:
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
 @every_row(
     (mlp, "classifier.*", r"no nn.Linear .* like 'classifier.\*'. It has '0', '2'"),
     (mlp, "1", "no nn.Linear"),
     (lambda: nn.Sequential(Own(6, 3)), "0", "no nn.Linear .* It has none"),
     (frozen, "*", "the bias of '2' is frozen"),
     (tied, "2", "the weight of '2' is tied"),
+    (hooked, "0", "the weight of '0' has a hook on its gradient"),
     (cast(torch.complex64), "*", "is of torch.complex64"),
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -356,6 +363,7 @@ def transposed() -> nn.Module:
     (lambda: Scaled().double(), r"'scale' is a scalar: give it the shape \(1,\)"),
     (two_dtypes, "of one dtype, but this model has torch.float32, torch.float64"),
     (transposed, r"'0.weight' has the strides \(1, 8\)"),
+    (hooked, "'0.weight' has a hook on its gradient, which no part of it has"),
     (lambda: cnn().to(memory_format=torch.channels_last), "'4.weight' has the strides"),
     (lambda: nn.Linear(6, 3, dtype=torch.complex64), "'weight' is complex"),
 )
