@@ -265,6 +265,11 @@ class WorkerGroup:
         group_weight = sum(announced) if run.rank == 0 else 0
         run.averager.commit(segments, run.close_window(last=last, group_weight=group_weight))
 
+    @property
+    def has_committed(self) -> bool:
+        """Whether no step has been taken since the last commit."""
+        return self.steps == self._steps_committed
+
     def require_announced(self, run: Run, announced: Sequence[int]) -> None:
         """Check that this worker trained on the rows by which the others weight its values.
 
@@ -279,7 +284,8 @@ class WorkerGroup:
             raise TrainingError(
                 f"rank {run.rank} trained on {run.examples} rows in epoch {run.epoch}, but had "
                 f"announced {announced[self.collective.index]} to the others, which weight its "
-                "values by that number"
+                "values by that number. Return as many rows from batchTransform as it is given, or "
+                "use a strategy that averages in the driver, such as ParameterAveraging()"
             )
 
     def exchange(self, run: Run, segments: Sequence[Tensor], window: WindowReport) -> None:

@@ -114,6 +114,8 @@ class Reducer:
                 (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             if step.batch is not None:
                 run.count(step.batch, loss.detach())
+        if self.group.has_committed:  # not only at the next commit, perhaps hours later
+            self.group.require_announced(run, step.rows)
         if isinstance(self.model, DistributedDataParallel):
             _require_reduced(self.model, replica)
         for each in self.chain:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from toys import Data, SparseTable, batches_by_hand, classification, make_job, mlp, schema
 
 from sparkdl.errors import NonFiniteError, WorkerError
+from sparkdl.feed.feed import FeedOptions
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.strategies import (
@@ -51,6 +53,18 @@ class Forgetful(GradientAllReduce):
 def test_fewer_rows_than_were_announced_are_an_error_for_the_weights_would_be_wrong() -> None:
     job = make_job(mlp(), strategy=Forgetful())
     with pytest.raises(WorkerError, match="trained on 8 rows in epoch 1, but had announced 10"):
+        run_world(job, classification([10]).shards())
+
+
+def test_a_transform_that_changes_the_number_of_rows_is_told_of_after_the_first_step() -> None:
+    def doubled(batch: Batch) -> Batch:
+        features = tuple(torch.cat([each, each]) for each in batch.features)
+        return replace(batch, features=features, targets=torch.cat([batch.targets, batch.targets]))
+
+    feed = FeedOptions(transform=doubled)
+    job = make_job(mlp(), strategy=GradientAllReduce(), feed=feed)
+    told = "step 1: .* trained on 8 rows .* announced 4 .* as many rows from batchTransform as it"
+    with pytest.raises(WorkerError, match=told):
         run_world(job, classification([10]).shards())
 
 
