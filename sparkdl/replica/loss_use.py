@@ -8,6 +8,7 @@ that is refused, unless both shapes are written with two dimensions.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from sparkdl.outputs import parts_of
 from sparkdl.protocols import Batch, LossFunction, Targets
 from sparkdl.replica.losses import ClassIndexLoss, LossUse, MinibatchLoss, ModelLoss, is_known
 from sparkdl.replica.replica import Replica
+
+logger = logging.getLogger(__name__)
 
 ROWS = (11, 13, 17, 19)
 """Numbers of rows to try with: the first that is no width of the outputs."""
@@ -91,16 +94,20 @@ def require_divisible(
     if is_known(loss) or batch.weights is not None:
         return
 
-    def of_copies(number: int) -> Any:
-        def copied(value: Any) -> Any:
+    def of_rows(chosen: Tensor) -> Any:
+        def picked(value: Any) -> Any:
             is_rows = isinstance(value, Tensor) and value.shape[:1] == (rows,)
-            return torch.cat([value] * number) if is_rows else value
+            return value[chosen] if is_rows else value
 
-        return loss(tree_map(copied, outputs), tree_map(copied, batch.targets))
+        return loss(tree_map(picked, outputs), tree_map(picked, batch.targets))
+
+    def of_copies(number: int) -> Any:
+        return of_rows(torch.arange(rows).repeat(number))
 
     _require_sums(of_copies)
     if several:
         _require_no_sum(of_copies)
+        _warn_of_no_mean(of_rows)
 
 
 def _require_sums(of_copies: Callable[[int], Any]) -> None:
@@ -138,6 +145,30 @@ def _require_no_sum(of_copies: Callable[[int], Any]) -> None:
             "there twice. With several workers the sum over the rows of one is not that over all, "
             "nor is it a mean, which strategies can weigh. Divide it by the number of rows, with a "
             "larger learning rate, or use numWorkers=1"
+        )
+
+
+def _warn_of_no_mean(of_rows: Callable[[Tensor], Any]) -> None:
+    """Warn of a loss that is not the mean of those of its rows, of which there are two kinds."""
+    kinds = torch.tensor([0, 2, 4, 6]), torch.tensor([1, 3, 5, 7])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it will warn again
+            one, other = (float(of_rows(each)) for each in kinds)
+            both, again = (float(of_rows(torch.cat(kinds))) for _ in range(2))
+    except Exception:  # the user's loss may raise anything; it is called again, and reported
+        return
+    apart, rounding = abs(both - (one + other) / 2), 0.01 * max(abs(one), abs(other))
+    # Of rows none of which counts, a mean is NaN.
+    if both == again and math.isfinite(both) and not apart <= rounding:
+        logger.warning(
+            "the loss of a minibatch is not the mean of the losses of its rows (%g of some rows, "
+            "%g of others, %g of both together). With several workers each has its own, weighted "
+            "by its number of rows, which is not the loss of all of their rows. If it divides by "
+            "class weights, or by what counts, return the pair (sum, weight)",
+            one,
+            other,
+            both,
         )
 
 

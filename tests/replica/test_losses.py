@@ -289,6 +289,34 @@ def test_means_pairs_and_what_compares_rows_are_no_sums_over_rows(loss: Any) -> 
     require_own_targets_in(replica, made_up_codes, scores=False, several=True)
 
 
+CLASS_WEIGHTS = torch.tensor([1.0, 9.0])
+
+
+@every_row(
+    (lambda o, t: functional.cross_entropy(o, t, CLASS_WEIGHTS), True),
+    (lambda o, t: functional.cross_entropy(o, t, ignore_index=1), True),
+    (lambda o, t: functional.cross_entropy(o, t), False),
+    (lambda o, t: (o.sum(1) * (1 - 2 * t)).mean(), False),
+    (lambda o, t: functional.cross_entropy(functional.dropout(o), t, CLASS_WEIGHTS), False),
+    (nn.CrossEntropyLoss(CLASS_WEIGHTS), False),
+)
+def test_a_loss_of_ones_own_that_is_no_mean_over_rows_is_warned_of_for_several_workers(
+    caplog: pytest.LogCaptureFixture, loss: Any, warned: bool
+) -> None:
+    def rows_of(rows: int) -> Batch:
+        kinds = torch.arange(rows) % 2
+        return Batch((torch.stack([kinds, 1.0 - kinds, kinds], dim=1),), kinds, True)
+
+    caplog.clear()
+    torch.manual_seed(0)
+    replica = Replica(nn.Linear(3, 2), SGD, loss)
+    require_own_targets_in(replica, rows_of, scores=False)
+    assert not caplog.messages
+    require_own_targets_in(replica, rows_of, scores=False, several=True)
+    assert len(caplog.messages) == warned
+    assert all("not the mean of the losses of its rows" in each for each in caplog.messages)
+
+
 @every_row(
     (lambda o, t: (o[0].pow(2).mean(), torch.tensor(float(len(t)))), "this sum is"),
     (lambda o, t: (o[0].pow(2).sum(), o[0].pow(2).mean()), "this weight is"),
