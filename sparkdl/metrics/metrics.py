@@ -165,11 +165,14 @@ class Measurement:
             ModelError: a metric does not take them.
         """
         given = self._inputs(outputs, targets)
+        advice = ""
+        if isinstance(given[1], tuple):
+            advice = ". Labels of several columns are a tuple: give a metric whose update picks one"
         # A metric that draws random numbers must not change the training.
         with borrowed_random_numbers(), torch.no_grad():
             for name, metric in self._metrics.items():
                 weighted = weights is not None and name in self._weighted
-                with _named(name, f"fails on {' and '.join(map(_shown, given))}"):
+                with _named(name, f"fails on {' and '.join(map(_shown, given))}", advice):
                     metric.update(*given, **({WEIGHTS: weights} if weighted else {}))
 
     def states(self) -> bytes:
@@ -226,14 +229,14 @@ def _make(name: str, maker: Any) -> Any:
 
 
 @contextmanager
-def _named(name: str, what: str) -> Iterator[None]:
+def _named(name: str, what: str, advice: str = "") -> Iterator[None]:
     """Name the metric that raises; its warnings about few rows or one class stay unchanged."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:  # metrics may raise anything
-        raise ModelError(f"metric '{name}' {what}: {message_of(error)}") from error
+        raise ModelError(f"metric '{name}' {what}: {message_of(error)}{advice}") from error
 
 
 def _plain(value: Any) -> MetricValue:

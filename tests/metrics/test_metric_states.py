@@ -204,6 +204,8 @@ def test_a_metric_that_fails_is_named_with_what_it_was_given() -> None:
     counted = Metrics.of({"f1": MulticlassF1Score(CLASSES)}).begin()
     with pytest.raises(ModelError, match=r"'f1' fails on float32 \(4, 2\) and int64 \(4,\)"):
         counted.update(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ModelError, match="Labels of several columns are a tuple"):
+        counted.update(torch.zeros(4, 3), (torch.zeros(4, dtype=torch.int64), torch.zeros(4)))
     metrics = Metrics.of({"r2": R2Score})
     counted = metrics.begin()
     counted.update(torch.zeros(1), torch.zeros(1))
