@@ -184,9 +184,21 @@ def test_workers_accumulate_different_numbers_of_minibatches() -> None:
     assert [epoch.examples for epoch in outcome.history] == [28, 28]
 
 
+class NormAndActivation(nn.BatchNorm1d):
+    """As timm's layers are."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features).relu()
+
+
+def activating() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), NormAndActivation(8), nn.Linear(8, 3)).double()
+
+
 @every_row(
     ([8, 0], flat_network, "rank 1.*no rows left before its first step"),
     ([8, 8], mlp, "Sequential has no BatchNorm layer"),
+    ([8, 8], activating, "'1' is a NormAndActivation, which has a forward of its own"),
     ([1], flat_network, "1 value per channel across all workers"),
 )
 def test_what_cannot_be_normalized_is_refused(sizes: list[int], model: Any, message: str) -> None:

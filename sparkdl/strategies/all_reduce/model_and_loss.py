@@ -71,14 +71,21 @@ def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
     """The BatchNorm layers of a module.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or one computes something else than torch's.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    layers = {name: each for name, each in module.named_modules() if isinstance(each, _BatchNorm)}
     if not layers:
         raise ConfigError(
             f"sync_batch_norm is set, but {type(module).__name__} has no BatchNorm layer. Drop it"
         )
-    return layers
+    for name, layer in layers.items():
+        if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            raise ConfigError(
+                f"sync_batch_norm computes BatchNorm layers as torch does, but '{name}' is a "
+                f"{type(layer).__name__}, which has a forward of its own. Drop sync_batch_norm, or "
+                "build the model with torch's BatchNorm and what else that does as a layer after it"
+            )
+    return [*layers.values()]
 
 
 def _forward(layer: _BatchNorm, forward_pass: ForwardPass, own_forward: Any, x: Tensor) -> Tensor:
