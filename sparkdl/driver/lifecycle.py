@@ -103,18 +103,19 @@ def as_builder(model: nn.Module | ModelBuilder) -> ModelBuilder:
                 f"parameter '{name}' of the module that is given as model has a hook on its "
                 "gradient, which torch copies with no parameter: the replicas would train without "
                 "it. Give as model a class or function that registers the hook as it builds the "
-                "module"
+                "module, or remove the hook"
             )
     return functools.partial(_copied, model)
 
 
 def _copied(module: nn.Module) -> nn.Module:
     """A deep copy, whose parameters also have the attributes that optimizers may go by."""
-    copied = copy.deepcopy(module)
+    memo: dict[int, object] = {}  # an attribute may be another parameter
+    copied = copy.deepcopy(module, memo)
     parameters = dict(copied.named_parameters())
     for name, each in module.named_parameters():
         if name in parameters:  # a module may say itself how it is copied
-            parameters[name].__dict__.update(copy.deepcopy(each.__dict__))
+            parameters[name].__dict__.update(copy.deepcopy(each.__dict__, memo))
     return copied
 
 

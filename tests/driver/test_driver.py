@@ -200,6 +200,9 @@ def test_the_attributes_of_an_instances_parameters_reach_the_optimizer() -> None
 
     model = nn.Linear(6, 3).double()
     model.weight.rate = 0.5  # type: ignore[assignment]
+    model.weight.partner = model.bias  # type: ignore[assignment]
+    copied: Any = as_builder(model)()
+    assert copied.weight.partner is copied.bias
     job = make_job(model, optimizer=grouped)
     trained = run_world(job, classification([8, 8]).shards()).module
     assert not torch.equal(trained.weight, model.weight)
