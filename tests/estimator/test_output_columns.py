@@ -234,6 +234,7 @@ AT_ONCE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"padCols": {"tokens": 0, "label": 0}}, "'label' (int), which has no length"),
     ({"columnShapes": {"tokens": [12]}}, "only the length of its rows may be open"),
+    ({"columnShapes": {"tokens": [None, 2]}}, "Items of several numbers are arrays in an array"),
     (
         {"padCols": None, "columnShapes": {"tokens": [None]}},
         "leaves the length of column 'tokens' open",

@@ -182,10 +182,12 @@ class InputColumn:
             or UNKNOWN in shape[1:]
         ):
             open_shape = ", ".join(["None", *["..."] * (self.dimensions - 1)])
+            nested = ". Items of several numbers are arrays in an array"
             raise ConfigError(
                 f"column {given} is padded, and only the length of its rows may be open: "
                 f"columnShapes={{'{name}': [{open_shape}]}}"
                 + ("" if shape is None else f"; it is {_as_declared(shape)}")
+                + (nested if self.dimensions < len(shape or ()) else "")
             )
         return tuple(shape)
 
