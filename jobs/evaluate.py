@@ -6,7 +6,7 @@ spark-submit --master yarn jobs/evaluate.py --config conf/flights.yaml
 
 import sys
 
-from sparkdl.jobs.evaluate import main
+from sparkdl.jobs.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

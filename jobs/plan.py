@@ -5,7 +5,7 @@ python jobs/plan.py --summary output/flights-model/_result.json --link "1 Gbit/s
 
 import sys
 
-from sparkdl.jobs.plan import main
+from sparkdl.jobs.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["plan", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ spark-submit --master yarn jobs/predict.py --config conf/flights.yaml
 
 import sys
 
-from sparkdl.jobs.predict import main
+from sparkdl.jobs.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["predict", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ spark-submit --master yarn jobs/train.py --config conf/flights.yaml
 
 import sys
 
-from sparkdl.jobs.train import main
+from sparkdl.jobs.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

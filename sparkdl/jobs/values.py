@@ -20,14 +20,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sparkdl.errors import ConfigError, SetupError
+import yaml  # type: ignore[import-untyped]
 
-try:
-    import yaml  # type: ignore[import-untyped]
-except ImportError as error:
-    raise SetupError(
-        'jobs need PyYAML: pip install "sparkdl-torch[jobs]" in the driver\'s Python'
-    ) from error
+from sparkdl.errors import ConfigError
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 _FLOAT = re.compile(

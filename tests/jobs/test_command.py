@@ -1,7 +1,9 @@
-"""The models that evaluate and predict read."""
+"""How a job begins, and the models that evaluate and predict read."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +17,20 @@ from sparkdl.checkpoint.module_files import SavedModule
 from sparkdl.estimator.fitted import FittedModel
 from sparkdl.jobs.command import load_model
 from sparkdl.protocols import ColumnSpec
+
+TRAIN = Path(__file__).parents[2] / "jobs/train.py"
+
+
+@every("package", ["pyspark", "yaml"])
+def test_a_package_that_the_drivers_python_lacks_is_exit_code_5_with_what_to_install(
+    package: str,
+) -> None:
+    without = f"import runpy, sys; sys.modules[{package!r}] = None"
+    program = f"{without}; runpy.run_path({str(TRAIN)!r}, run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, package in ended.stderr) == (5, True)
+    assert f"{sys.executable}. Start the job with a Python that has it" in ended.stderr
+    assert "pip install 'sparkdl-torch[jobs]'" in ended.stderr
 
 
 @every("kind", [TorchModel, TorchClassificationModel, TorchRegressionModel])
