@@ -64,9 +64,15 @@ def count_running_tasks(spark: SparkSession) -> int:
 @with_fallback(lambda spark: [])
 def executor_start_times(spark: SparkSession) -> list[float]:
     """When each executor registered, in seconds since the epoch; none where Spark does not say."""
-    known = spark.sparkContext._jsc.sc().statusStore().executorList(True)
+    context = spark.sparkContext._jsc.sc()
+    known, backend = context.statusStore().executorList(True), context.schedulerBackend()
     executors = [known.apply(index) for index in range(known.size())]
-    return [one.addTime().getTime() / 1000 for one in executors if one.id() != "driver"]
+    return [
+        one.addTime().getTime() / 1000
+        for one in executors
+        # The store keeps one that is told to end for seconds in which it counts for no slots.
+        if one.id() != "driver" and backend.isExecutorActive(one.id())
+    ]
 
 
 def _jobs_in_group(context: SparkContext, tag: str, group: str) -> list[int]:

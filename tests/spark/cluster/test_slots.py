@@ -104,6 +104,25 @@ def test_where_executors_have_all_cores_of_a_host_dynamic_allocation_may_give_an
     assert most_slots(session_with("yarn", conf), unknown=0) == 0
 
 
+def test_executors_that_were_told_to_end_do_not_lower_what_each_will_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Spark's store shows them for seconds in which they have no slots any more."""
+    began = SimpleNamespace(getTime=lambda: 1000)
+    shown = [SimpleNamespace(id=lambda n=n: n, addTime=lambda: began) for n in ("driver", *"012")]
+    jvm = SimpleNamespace(
+        statusStore=lambda: SimpleNamespace(
+            executorList=lambda _: SimpleNamespace(size=lambda: len(shown), apply=shown.__getitem__)
+        ),
+        schedulerBackend=lambda: SimpleNamespace(isExecutorActive=lambda n: n == "2"),
+    )
+    session = session_with("yarn", {ON_DEMAND: "true", "spark.dynamicAllocation.maxExecutors": "3"})
+    session.sparkContext._jsc = SimpleNamespace(sc=lambda: jvm)
+    monkeypatch.setattr(slots, "count_slots", lambda *_: 1)
+    assert executor_start_times(session) == [1.0]
+    assert most_slots(session) == 3
+
+
 WAITS: list[tuple[str, dict[str, str], int | None, int, float]] = [
     # One every 3.75 s, three in all: what is asked for, how many are found, and when.
     ("spark://h:7077", {"spark.cores.max": "8"}, None, 3, 3 * 3.75 + slots.LAST_EXECUTOR_S),
