@@ -19,3 +19,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'sparkdl.jobs' has no attribute '{name}'")
     return getattr(importlib.import_module("sparkdl.jobs.sources"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
