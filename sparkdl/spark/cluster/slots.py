@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 from pyspark.sql import SparkSession
 
-from sparkdl.arguments import counted
 from sparkdl.errors import ConfigError
 from sparkdl.spark.catalyst.cluster import (
     count_running_tasks,
@@ -359,9 +358,9 @@ class SlotQueue:
             try:
                 if not self._may_start(ticket, workers, count_slots):
                     logger.warning(
-                        "a run with %s is waiting for other runs of this application to free "
+                        "a run (workers: %d) is waiting for other runs of this application to free "
                         "enough slots",
-                        counted(workers, "worker"),
+                        workers,
                     )
                 while not self._may_start(ticket, workers, count_slots):
                     self._condition.wait(LOOK_S)

@@ -223,7 +223,7 @@ def test_who_has_to_wait_for_slots_is_not_overtaken_by_a_smaller_run(
         assert small.started.wait(DEADLINE_S)
         small.leave()
     waiting = "is waiting for other runs of this application to free enough slots"
-    for run in ("a run with 3 workers", "a run with 1 worker"):
+    for run in ("a run (workers: 3)", "a run (workers: 1)"):
         assert f"{run} {waiting}" in caplog.text
 
 
