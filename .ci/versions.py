@@ -31,8 +31,8 @@ BUILD = ROOT / "build" / "versions"
 END = "<!-- end -->"
 PACKAGES = {
     # with the oldest of everything that is supported
-    "3.5": ["pyspark==3.5.9", "pandas==2.2.3", "pyarrow==18.1.0", "numpy==1.26.4"],
-    "4.0": ["pyspark==4.0.5", "pandas==2.2.3", "pyarrow==18.1.0", "numpy==1.26.4"],
+    "3.5": ["pyspark==3.5.0", "pandas==2.2.3", "pyarrow==18.1.0", "numpy==1.26.4"],
+    "4.0": ["pyspark==4.0.0", "pandas==2.2.3", "pyarrow==18.1.0", "numpy==1.26.4"],
     "4.1": ["pyspark==4.1.4", "pandas==2.3.3", "pyarrow==26.0.1", "numpy==2.4.6"],
     "4.2": ["pyspark==4.2.1", "pandas==2.3.3", "pyarrow==26.0.1", "numpy==2.4.6"],
     "4.3": ["pyspark==4.3.0", "pandas==2.3.3", "pyarrow==26.0.1", "numpy==2.4.6"],
