@@ -270,9 +270,10 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
                 f"{', '.join(names)}"
             )
         columns = input_columns(dataset, names, "featuresCol")
-        # Named as in training: a model that takes a dict expects those names.
+        # A model that takes a dict expects the names of the training; errors tell the table's.
+        by_position = self.getFeaturesAs() == "tensor"
         specs = [
-            replace(column.as_trained(trained), name=trained.name)
+            replace(column.as_trained(trained), name=column.name if by_position else trained.name)
             for column, trained in zip(columns, features, strict=True)
         ]
         return columns, specs

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from every_row import every_row
+from pyspark.errors import PythonException
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
@@ -62,6 +63,18 @@ def test_a_module_predicts_what_it_predicts_here_and_is_left_as_it_was(rows: Dat
     # Vectors are as good as arrays, whatever the example was.
     vectors = model.copy({model.featuresCol: "vector", model.outputType: "raw"})
     assert np.allclose(values(vectors.transform(rows)), expected, atol=1e-6)
+
+
+def test_columns_that_are_called_otherwise_than_in_training_are_named_as_here(
+    rows: DataFrame,
+) -> None:
+    module, example = classifier(), torch.zeros(1, WIDTH)
+    model = TorchModel.from_module(module, example, featuresCol="x").setFeaturesCol("features")
+    found = np.stack(values(model.transform(rows)))
+    np.testing.assert_allclose(found, computed(module), rtol=1e-6, atol=1e-6)
+    null = rows.select(F.lit(None).cast("array<float>").alias("features"))
+    with pytest.raises(PythonException, match=r"column 'features' has .*`features` IS NOT NULL"):
+        model.transform(null).collect()
 
 
 def test_it_is_saved_and_loaded_as_any_other(rows: DataFrame, tmp_path: Path) -> None:
