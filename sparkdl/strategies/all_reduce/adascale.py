@@ -16,9 +16,9 @@ import torch
 
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.all_reduce.gradient_all_reduce import GradientAllReduce
 from sparkdl.strategies.all_reduce.gradient_noise import NoiseMeter, gain
-from sparkdl.strategies.all_reduce.transform import Step
 from sparkdl.strategies.arguments import FRACTION, argument, must, or_none
 from sparkdl.strategies.base import Needs, Run
 from sparkdl.strategies.worker_group import WorkerGroup

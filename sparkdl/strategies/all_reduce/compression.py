@@ -31,7 +31,7 @@ from torch.futures import Future
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica import Replica
-from sparkdl.strategies.all_reduce.transform import Step, Transform
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.arguments import CheckedFields
 from sparkdl.strategies.worker_group import HALVES
 

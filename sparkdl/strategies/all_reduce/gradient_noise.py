@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdl.strategies.all_reduce.transform import Step, Transform
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.worker_group import HALVES, WorkerGroup
 

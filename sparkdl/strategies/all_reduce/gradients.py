@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sparkdl.averager.values.replica_codec import ADVICE, count_non_finite
 from sparkdl.collective.tree_sum import TreeSum
 from sparkdl.errors import ConfigError, NonFiniteError
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.all_reduce.compression import Compressor
 from sparkdl.strategies.all_reduce.sharded import ShardedModel
 from sparkdl.strategies.all_reduce.split_layers import SplitLayers
-from sparkdl.strategies.all_reduce.transform import Step, Transform
 from sparkdl.strategies.base import Run
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}

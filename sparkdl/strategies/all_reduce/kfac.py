@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, ModelError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.all_reduce.kfac_layers import FactoredLayer, assign, factored_layers
-from sparkdl.strategies.all_reduce.transform import Step, Transform
 from sparkdl.strategies.arguments import (
     FRACTION,
     POSITIVE,

@@ -30,8 +30,8 @@ from torch.nn import functional
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError, TrainingError
 from sparkdl.replica import Replica
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.all_reduce.compression import Compression, Compressor
-from sparkdl.strategies.all_reduce.transform import Step
 from sparkdl.strategies.arguments import whole
 
 SCALE_BYTES = 4

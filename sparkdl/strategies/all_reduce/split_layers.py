@@ -30,7 +30,7 @@ from torch.nn import functional
 from sparkdl.collective import Collective
 from sparkdl.errors import ConfigError
 from sparkdl.replica.strips import Rows, Strips
-from sparkdl.strategies.all_reduce.transform import Step, Transform
+from sparkdl.strategies.all_reduce.chain import Step, Transform
 from sparkdl.strategies.base import Run
 from sparkdl.strategies.worker_group import Grid
 

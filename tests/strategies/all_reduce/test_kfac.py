@@ -26,8 +26,8 @@ from toys import (
 
 from sparkdl.driver import Outcome
 from sparkdl.strategies import GradientAllReduce, KFACPreconditioner
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.all_reduce.kfac_layers import factored_layers
-from sparkdl.strategies.all_reduce.transform import Step
 from sparkdl.strategies.worker_group import Grid
 from sparkdl.testing import run_world
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from toys import classification, mlp, relative_error, windows_by_hand
 
 from sparkdl.strategies import GradientAllReduce, OneBitAdam
+from sparkdl.strategies.all_reduce.chain import Step
 from sparkdl.strategies.all_reduce.one_bit_adam import chunk_sizes, chunks_of, decode, encode
-from sparkdl.strategies.all_reduce.transform import Step
 from sparkdl.testing import run_world
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
