@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import io
+import logging
 import os
 import pickle
 import re
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+
+logger = logging.getLogger(__name__)
 
 _IMPORT = dis.opmap["IMPORT_NAME"]
 INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -101,7 +104,7 @@ def pickled(value: Any, names: set[str], *, counts: bool = False) -> bytes:
 
 
 def takes_along(value: Any, others: Iterable[Any]) -> bool:
-    """Whether a pickle of an object would hold one of some other objects."""
+    """Whether a pickle of an object, as far as it can be pickled, would hold one of some others."""
     wanted = set(map(id, others))
 
     class Seeker(ReferencePickler):
@@ -114,6 +117,8 @@ def takes_along(value: Any, others: Iterable[Any]) -> bool:
         Seeker(io.BytesIO(), set()).dump(value)
     except _FoundError:
         return True
+    except Exception as error:  # a callback in the driver may hold anything
+        logger.debug("was not looked through to its end: %s", error)
     return False
 
 

@@ -136,7 +136,7 @@ def warn_of_untrained(model: Any, others: Mapping[str, Any]) -> None:
 
     Args:
         model: as the user gave it; of a function nobody else has what it builds.
-        others: what is sent along with it, by name.
+        others: what may compute with it, by name; callbacks in the driver need not be picklable.
     """
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     trained = [each for each in parameters if each.requires_grad]
@@ -145,7 +145,8 @@ def warn_of_untrained(model: Any, others: Mapping[str, Any]) -> None:
         logger.warning(
             "what is given as %s refers to the module that is given as model, of which each "
             "replica trains a copy: in every step it sees the values from before the training. The "
-            "replica is step.model in a WorkerCallback, and self in the model's forward",
+            "replica is step.model in a WorkerCallback, and self in the model's forward; a "
+            "Callback has the trained model in on_end, as training.model",
             listed(found),
         )
 

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 SENT = ("model", "loss", "optimizer", "scheduler", "strategy", "batchTransform", "metrics")
 """Params whose values are sent to the executors."""
 COMPUTING = ("loss", "batchTransform", "callbacks")
-"""Those that may compute with the model."""
+"""Params whose values may compute with the model."""
 REHEARSED_STEPS = 20
 """They take some milliseconds; state that grows late does so within a few steps."""
 
@@ -215,7 +215,7 @@ def plan_fit(
     for name, value in sent.items():
         require_picklable(name, value)
     job, replica = build_whole(job, settings, frame)
-    warn_of_untrained(sent["model"], {name: sent[name] for name in COMPUTING})
+    warn_of_untrained(sent["model"], {name: settings.getOrDefault(name) for name in COMPUTING})
     require_portable(replica.module, job.model)
     job.strategy.require_fits(replica)
     start = None

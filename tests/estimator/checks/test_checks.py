@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import weakref
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from toys import Rateless
 
 import sparkdl
 from sparkdl import ParameterAveraging
-from sparkdl.callbacks import TrainingReport, WorkerCallback
+from sparkdl.callbacks import Callback, TrainingReport, WorkerCallback
 from sparkdl.errors import ConfigError, DataError, ModelError
 from sparkdl.estimator.checks.preflight import plan_fit
 from sparkdl.estimator.checks.probe import Trial
@@ -118,6 +119,11 @@ class Remembers(WorkerCallback):
         self.module = module
 
 
+class RemembersInDriver(Callback):
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.lock = module, threading.Lock()
+
+
 def test_what_would_compute_with_the_given_module_which_is_never_trained_is_warned_of(
     spark: SparkSession, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,6 +138,8 @@ def test_what_would_compute_with_the_given_module_which_is_never_trained_is_warn
     caplog.clear()
     plan_fit(given, rows)
     assert not [each for each in caplog.messages if "from before the training" in each]
+    plan_fit(estimator(model=module, callbacks=[RemembersInDriver(module)]), rows)
+    assert [each for each in caplog.messages if "from before the training" in each]
 
 
 @every_row(
