@@ -74,9 +74,9 @@ def require_trusted_network(spark: SparkSession, tls: bool, who: str) -> None:
     else:
         return
     raise ConfigError(
-        f"{demand}, but {who} exchanges over gloo or NCCL, which {lack}. Use "
-        "ParameterAveraging(), which exchanges through the driver; or, if nobody else can "
-        f"{danger} the network between the executors, set {PLAINTEXT}=true"
+        f"{demand}, but {who} exchanges over gloo or NCCL, which {lack}. Fit a "
+        "TorchEstimator with ParameterAveraging(), which exchanges through the driver; or, if "
+        f"nobody else can {danger} the network between the executors, set {PLAINTEXT}=true"
     )
 
 
