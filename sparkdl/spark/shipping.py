@@ -175,7 +175,8 @@ def _places_of(name: str, first: Sequence[str], sent: Sequence[str]) -> list[Pat
     spec = None if name in _NEVER else _spec_of(name, first)
     if spec is None:
         return []
-    found = spec.submodule_search_locations or [spec.origin or ""]
+    # Some packages, such as transformers, give paths as Path, which Python takes too.
+    found = map(os.fspath, spec.submodule_search_locations or [spec.origin or ""])
     places = [Path(os.path.abspath(each)) for each in found if os.sep in each]
     # Of a folder without __init__ that installed packages share, executors have the others' part.
     places = [p for p in places if not (_is_installed(str(p)) or _is_sent(p, sent))]

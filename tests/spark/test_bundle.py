@@ -114,6 +114,15 @@ def test_a_folder_may_be_written_in_more_than_one_way(project: Path) -> None:
         assert bundle_of("own_text").files == {"own_text.py": b"X = 1"}
 
 
+def test_a_package_may_give_its_folder_as_a_path(project: Path) -> None:
+    write(project, {"own_pack/__init__.py": ""})
+    package = importlib.import_module("own_pack")
+    assert package.__spec__ is not None
+    # As transformers does once its processors are imported.
+    package.__spec__.submodule_search_locations = [project / "own_pack"]  # type: ignore[list-item]
+    assert bundle_of("own_pack").files == {"own_pack/__init__.py": b""}
+
+
 def test_of_a_module_that_is_not_imported_the_newest_text_is_sent(
     project: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
