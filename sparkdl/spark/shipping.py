@@ -223,18 +223,18 @@ def _read(name: str, places: list[Path], bundle: Bundle) -> set[str]:
         for place in reversed(places)  # of two files of one name, Python takes the first
         for file in _files_of(place)
     }
-    imports: set[str] = set()
     files: dict[str, bytes] = {}
     for path, file in paths.items():
         if path.endswith(".py"):
             dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             files[path] = _text(dotted, file)
-            imports |= _imports(files[path])
     room = MOST_BYTES - sum(map(len, files.values()))
     if room < 0:
         raise UnshippableModuleError(
             f"has more than {MOST_BYTES // 2**20} MiB of Python in {places[0]}"
         )
+    # To compile megabytes takes a minute, so only what will be sent is.
+    imports = set[str]().union(*map(_imports, files.values()))
     data = sorted((file.stat().st_size, path) for path, file in paths.items() if path not in files)
     for size, path in data:
         if size > min(room, LARGEST_DATA_FILE):

@@ -192,6 +192,22 @@ def test_what_is_too_much_stays(project: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "of Python" in bundle.left_out["own_long"]
 
 
+def test_a_package_that_is_too_large_is_not_searched_for_imports(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[bytes] = []
+
+    def imports(text: bytes) -> frozenset[str]:
+        compiled.append(text)
+        return frozenset()
+
+    monkeypatch.setattr(shipping, "_imports", imports)
+    monkeypatch.setattr(shipping, "MOST_BYTES", 100)
+    write(project, {"own_long/__init__.py": "#" * 101, "own_short.py": "import own_long"})
+    bundle_of("own_long", "own_short")
+    assert compiled == [b"import own_long"]
+
+
 def test_the_log_says_nothing_where_all_is_well(
     project: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
