@@ -94,6 +94,14 @@ def build(job: Job) -> Replica:
                 "the replica, each of which has its own. Build it from the parameters that it is "
                 "given, for example partial(torch.optim.SGD, lr=0.1)"
             )
+        if callable(getattr(built, "eval", None)):
+            raise ModelError(
+                f"optimizer builds a {type(built).__name__}, which has eval(), as schedule-free "
+                "optimizers have: it predicts with other parameters than it trains, and a fit "
+                "would validate and return those that it trains. Use one without, such as AdamW "
+                "with a scheduler, or call its train() and eval() in a loop of your own: write it "
+                "as a function and run it on the workers with sparkdl.run(function)"
+            )
         return built
 
     _require_nothing_to_train(job.loss)

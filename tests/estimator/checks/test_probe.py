@@ -332,6 +332,15 @@ def test_an_optimizer_of_another_modules_parameters_is_refused() -> None:
         built(lambda: nn.Linear(4, 3), optimizer=lambda parameters: optimizer)
 
 
+def test_an_optimizer_that_predicts_with_other_parameters_than_it_trains_is_refused() -> None:
+    class ScheduleFree(torch.optim.SGD):
+        def eval(self) -> None:
+            """Sets the parameters to an average of those that were trained."""
+
+    with pytest.raises(ModelError, match=r"builds a ScheduleFree, which has eval\(\)"):
+        built(lambda: nn.Linear(4, 3), optimizer=partial(ScheduleFree, lr=0.1))
+
+
 @every_row(
     (nn.CrossEntropyLoss(ignore_index=9), 9),
     (nn.CrossEntropyLoss(), -100),
