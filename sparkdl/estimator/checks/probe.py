@@ -90,6 +90,7 @@ class Trial:
                 "itself as model, which is copied"
             )
         built, own = _shapes_of(replica.module), OwnAttributes(replica.module)
+        infinite = _not_finite(replica.module)
         with borrowed_random_numbers(), self._loss_as_it_was():
             require_own_targets_in(replica, self._rows, scores=scores, several=several)
             with torch.enable_grad():
@@ -103,6 +104,7 @@ class Trial:
             if metrics is not None:
                 rehearse(metrics, predictions, predicted.targets, predicted.weights)
             _require_as_built(replica.module, built)
+            _require_finite(infinite & _not_finite(replica.module))
             both = self._both(outputs, batch)
             # A detached output, an optimizer that needs a closure, ...
             with reported(f"the backward pass or the optimizer's step fails after {both}"):
@@ -340,6 +342,23 @@ def _require_as_built(module: nn.Module, built: dict[str, tuple[int, ...]]) -> N
             "Create them all in __init__, with their final shapes, or give a function as model "
             "that builds it and calls it on a batch. Buffers that are caches may be registered "
             "with persistent=False"
+        )
+
+
+def _not_finite(module: nn.Module) -> set[str]:
+    """The names of the buffers that are averaged and hold NaN or infinity."""
+    buffers = persistent_buffers(module).items()
+    return {name for name, buffer in buffers if not bool(torch.isfinite(buffer).all())}
+
+
+def _require_finite(infinite: set[str]) -> None:
+    """Check that no buffer keeps holding what no worker may contribute to a round."""
+    if infinite:
+        raise ModelError(
+            f"NaN or infinity is in {counted(len(infinite), 'buffer')} of the model as it is "
+            f"built, {listed(map(repr, sorted(infinite)))}, and replicas exchange only finite "
+            "numbers. Register such a constant, for example a mask for attention, with "
+            "persistent=False, or fill it with torch.finfo(dtype).min or booleans instead"
         )
 
 

@@ -326,6 +326,25 @@ def test_a_module_whose_copy_computes_with_it_is_told_to_be_built_by_a_function(
         Trial(built(lambda: copy.deepcopy(given)), schema, statistics, given).step(Head.LOGITS)
 
 
+class Masked(nn.Module):
+    """Adds minus infinity where nothing counts, as torch's masks for attention do."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.tensor([0, 0, -torch.inf]), persistent=persistent)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return (self.layer(features) + self.mask).exp()
+
+
+def test_an_infinite_buffer_is_refused_unless_it_is_not_exchanged() -> None:
+    schema, known = FeedSchema((FEATURES,), LABEL), [ColumnStatistics(), ColumnStatistics()]
+    with pytest.raises(ModelError, match=r"1 buffer of .* 'mask'.* with persistent=False"):
+        Trial(built(partial(Masked, True)), schema, known).step(Head.LOGITS)
+    Trial(built(partial(Masked, False)), schema, known).step(Head.LOGITS)
+
+
 def test_an_optimizer_of_another_modules_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)
     with pytest.raises(ModelError, match="builds a SGD of parameters that are not those of"):
