@@ -12,6 +12,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,7 +166,8 @@ def _warn_of_no_mean(of_rows: Callable[[Tensor], Any]) -> None:
             "the loss of a minibatch is not the mean of the losses of its rows (%g of some rows, "
             "%g of others, %g of both together). With several workers each has its own, weighted "
             "by its number of rows, which is not the loss of all of their rows. If it divides by "
-            "class weights, or by what counts, return the pair (sum, weight)",
+            "class weights, or by what counts, return the pair (sum, weight); a model's own loss "
+            "cannot: give a loss of its outputs instead",
             one,
             other,
             both,
@@ -190,12 +192,18 @@ def require_own_targets_in(
     if isinstance(own, ModelLoss):
         if several:
             replica.module.eval()  # whose values are those of each row, without noise
+
+            def of_batch(batch: Batch) -> Tensor:
+                return replica.loss_of(replica.outputs(batch), batch)
+
+            def of_rows(chosen: Tensor) -> Tensor:
+                every = batch_of(int(chosen.max()) + 1)
+                picked = tree_map(lambda each: each[chosen], [every.features, every.targets])
+                return of_batch(replace(every, features=picked[0], targets=picked[1]))
+
             with torch.no_grad():
-                _require_no_sum(
-                    lambda number: replica.loss_of(
-                        replica.outputs(batch := batch_of(number * EVEN)), batch
-                    )
-                )
+                _require_no_sum(lambda number: of_batch(batch_of(number * EVEN)))
+                _warn_of_no_mean(of_rows)
         return
     replica.module.train()
     with torch.no_grad():
