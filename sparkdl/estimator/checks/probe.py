@@ -230,7 +230,9 @@ class Trial:
         schema, own = self.schema, self.replica.loss
         labels = own.keywords if with_labels and isinstance(own, ModelLoss) else ()
         columns = schema.stored if labels else schema.features
-        given = _shapes(batch.features) + _ranges(columns, self.statistics[: len(columns)])
+        given = _shapes(batch.features)
+        given += f" and labels of {_shapes(batch.targets)}" if labels else ""
+        given += _ranges(columns, self.statistics[: len(columns)])
         mode = "" if self.replica.module.training else " in evaluation mode"
         what = f"the model fails{mode} on a batch with features of {given}"
         with reported(what, self._call(labels)):
