@@ -129,6 +129,13 @@ MODELS = [
     Case("a buffer that is None until the first forward pass", networks.FillsBuffer),
     Case("a buffer of 8-bit floats", networks.Quantizes, as_function=True),
     Case("a sparse buffer", networks.Spreads),
+    Case("a causal mask (minus infinity) as a buffer", networks.Masks, SERIES),
+    Case(
+        "the same with `persistent=False`",
+        partial(networks.Masks, persistent=False),
+        SERIES,
+        "`columnShapes={'features': [length, width]}`",
+    ),
     Case(
         "complex outputs",
         lambda: Model(

@@ -181,6 +181,20 @@ class Spreads(nn.Module):
         return self.layer((self.adjacency @ features.T).T)
 
 
+class Masks(nn.Module):
+    """Attends to what came before, by torch's own mask."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        mask = nn.Transformer.generate_square_subsequent_mask(4)
+        self.register_buffer("mask", mask, persistent=persistent)
+        self.attention = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.head = head(4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.attention(features, self.mask).mean(1))
+
+
 class Margin(nn.Module):
     """A loss with a parameter of its own."""
 

@@ -69,6 +69,13 @@ class SharpnessAware(optim.SGD):
         super().step()
 
 
+class ScheduleFree(optim.SGD):
+    """Has other parameters to predict with than those that it trains."""
+
+    def eval(self) -> None:
+        """Never called."""
+
+
 class Reassigns(optim.SGD):
     """Steps as many a tutorial does."""
 
@@ -183,6 +190,7 @@ OPTIMIZERS = [
     by("an optimizer that gives parameters other memory (`p.data = ...`)", Reassigns),
     by("an optimizer with one state for all parameters", OneState),
     by("an optimizer that wants a closure (sharpness-aware)", partial(SharpnessAware, lr=0.1)),
+    by("a schedule-free optimizer", partial(ScheduleFree, lr=0.1)),
     by("several optimizers (GAN)", two),
     by("a dict of optimizers", {"one": optim.SGD, "other": optim.SGD}),
     by("an optimizer that is built already", optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
