@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.estimator import BaseEstimator, TorchEstimator
@@ -43,11 +43,10 @@ class TorchClassificationModel(FittedModel, ClassOutputs):
         """How many classes the model tells apart."""
         return self._count(self._head, self._made_of.widths[None])
 
-    def _transform(self, dataset: DataFrame) -> DataFrame:
-        """Called by ``transform``: add the columns to every row, in the rows' order."""
-        added = super()._transform(dataset)
-        name = self.getPredictionCol()
-        return with_names(added, name, self.getLabels()) if name else added
+    def _added(self, name: str, values: Column) -> Column:
+        """A column of predictions; the classes' indices bring their labels."""
+        labels = self.getLabels() if name == self.getPredictionCol() else None
+        return with_names(values, name, labels)
 
     def _label_rows(self, dataset: DataFrame) -> tuple[DataFrame, list[str]]:
         """The rows with the index of each label; see ``FittedModel``."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from typing_extensions import Self
 
 from sparkdl.arguments import counted
@@ -175,18 +175,24 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         spark, given = dataset.sparkSession, [each.name for each in specs]
         if score is None:
             predictor = self._predictor(outputs, given, spark)
-            return readable(dataset, columns[0]).withColumns(
-                prediction_columns(predictor, dataset, columns, specs)
-            )
+            predicted = prediction_columns(predictor, dataset, columns, specs)
+            return self._with(readable(dataset, columns[0]), predicted)
         rows, label_columns, labels = self._labelled(dataset)
         used: set[str] = set()
         octets = pickled(Score(self._loss_of_rows(), labels), used)
         predictor = self._predictor(outputs, given, spark, used=used, score=octets)
         both = [*columns, *label_columns]
-        added = readable(rows, columns[0]).withColumns(
-            prediction_columns(predictor, rows, both, [*specs, *labels.specs])
-        )
+        predicted = prediction_columns(predictor, rows, both, [*specs, *labels.specs])
+        added = self._with(readable(rows, columns[0]), predicted)
         return added.drop(*(set(rows.columns) - set(dataset.columns)))
+
+    def _with(self, rows: DataFrame, predicted: Mapping[str, Column]) -> DataFrame:
+        # withColumns would drop a column's metadata over Spark Connect.
+        return rows.select("*", *(self._added(name, each) for name, each in predicted.items()))
+
+    def _added(self, name: str, values: Column) -> Column:
+        """A column of predictions, as it is added."""
+        return values.alias(name)
 
     def _loss_of_rows(self) -> LossFunction:
         loss: LossFunction | None = self._made_of.loss

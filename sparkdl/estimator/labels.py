@@ -13,7 +13,7 @@ from dataclasses import replace
 import pyarrow as pa
 import torch
 from pyspark.ml.feature import StringIndexerModel
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
@@ -187,12 +187,12 @@ def _not_among(classes: list[Label]) -> str:
     return f", which is not among labels={classes!r:.200}"
 
 
-def with_names(dataset: DataFrame, column: str, classes: list[Label] | None) -> DataFrame:
-    """Attach to a column of indices what they stand for, where IndexToString looks for it."""
+def with_names(indices: Column, name: str, classes: list[Label] | None) -> Column:
+    """A column of indices with what they stand for, where IndexToString looks for it."""
     if classes is None or not isinstance(classes[0], str):
-        return dataset
-    attributes = {"ml_attr": {"type": "nominal", "name": column, "vals": classes}}
-    return dataset.withColumn(column, quoted(column).alias(column, metadata=attributes))
+        return indices.alias(name)
+    attributes = {"ml_attr": {"type": "nominal", "name": name, "vals": classes}}
+    return indices.alias(name, metadata=attributes)
 
 
 def _is_text(field: T.StructField) -> bool:

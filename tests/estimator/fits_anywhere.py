@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyspark.ml.feature import IndexToString
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -110,17 +111,8 @@ def _told(spark: SparkSession, **changed: Any) -> dict[str, Any]:
 def _classified(spark: SparkSession) -> dict[str, Any]:
     from torchmetrics.classification import MulticlassAccuracy
 
-    frame = rows(spark).withColumn("label", F.expr("IF(label > 0, 'up', 'down')"))
-    model = TorchClassifier(
-        model=partial(nn.Linear, 3, 2),
-        optimizer=partial(torch.optim.SGD, lr=0.5),
-        epochs=2,
-        batchSize=16,
-        numWorkers=3,
-        seed=3,
-        shuffleRows="spark",
-        progress=False,
-    ).fit(frame)
+    frame = _texts(spark)
+    model = _classifier(numWorkers=3, shuffleRows="spark").fit(frame)
     model.save(path := tempfile.mkdtemp() + "/model")
     model = TorchClassificationModel.load(path)
     predicted = model.transform(frame).select("prediction", "probability").collect()
@@ -130,6 +122,30 @@ def _classified(spark: SparkSession) -> dict[str, Any]:
         "predicted": [(row.prediction, row.probability.toArray().tolist()) for row in predicted],
         "measured": model.evaluate(frame, {"accuracy": partial(MulticlassAccuracy, num_classes=2)}),
     }
+
+
+def _texts(spark: SparkSession) -> DataFrame:
+    return rows(spark).withColumn("label", F.expr("IF(label > 0, 'up', 'down')"))
+
+
+def _classifier(**changed: Any) -> TorchClassifier:
+    return TorchClassifier(
+        model=partial(nn.Linear, 3, 2),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        epochs=2,
+        batchSize=16,
+        seed=3,
+        progress=False,
+        **changed,
+    )
+
+
+def classes(spark: SparkSession) -> tuple[list[str], list[str]]:
+    """The columns that a classifier adds, and what the last one's numbers stand for."""
+    frame = _texts(spark)
+    added = _classifier(numWorkers=1).fit(frame).transform(frame)
+    named = IndexToString(inputCol="prediction", outputCol="name").transform(added)
+    return added.columns, sorted(row.name for row in named.select("name").distinct().collect())
 
 
 def refusals(spark: SparkSession) -> dict[str, str]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from models import Net
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from torch import Tensor, nn
 
 from sparkdl import TorchClassifier, TorchRegressor
@@ -237,16 +238,17 @@ def test_indices_get_their_names_whatever_the_column_is_called(
 ) -> None:
     quoted = name.replace("`", "``")
     rows = spark.sql(f"SELECT 1.0D AS `{quoted}`, 'x' AS other")
-    named = with_names(rows, name, ["no", "yes"])
-    assert named.columns == [name, "other"]
+    named = rows.select("other", with_names(F.col(f"`{quoted}`"), name, ["no", "yes"]))
+    assert named.columns == ["other", name]
     assert named.schema[name].metadata["ml_attr"]["vals"] == ["no", "yes"]
-    assert tuple(named.collect()[0]) == (1.0, "x")
+    assert tuple(named.collect()[0]) == ("x", 1.0)
 
 
 def test_indices_that_another_string_indexer_gave_to_the_same_texts_are_refused(
     spark: SparkSession,
 ) -> None:
-    rows = with_names(spark.createDataFrame([(0.0,), (1.0,)], "y double"), "y", ["no", "yes"])
+    numbers = spark.createDataFrame([(0.0,), (1.0,)], "y double")
+    rows = numbers.select(with_names(F.col("y"), "y", ["no", "yes"]))
     for same in (["no", "yes"], ["no", "yes", "__unknown"], ["cat", "dog"]):
         assert indexed(rows, "y", [*same])[1] == "y"
     told = r"'y' holds 0 for 'no', .*class 1 of labels=\['yes', 'no'\].*StringIndexerModel"

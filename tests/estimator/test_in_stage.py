@@ -38,6 +38,15 @@ def test_a_client_gets_what_the_driver_gets_to_the_bit(
     assert "because Spark Connect does not say how many partitions there are" in printed
 
 
+@pytest.mark.gate
+def test_a_clients_predictions_bring_the_labels_that_index_to_string_looks_for(
+    connect_address: str, tmp_path: Path
+) -> None:
+    (columns, names), _ = asked_of_client(connect_address, fits_anywhere.classes, tmp_path)
+    assert columns[-3:] == ["rawPrediction", "probability", "prediction"]
+    assert names == ["down", "up"]
+
+
 @pytest.mark.nightly
 def test_what_a_client_cannot_have_is_refused_in_words(
     connect_address: str, tmp_path: Path
