@@ -48,7 +48,7 @@ from sparkdl.spark.inference.predictor import (
 )
 from sparkdl.spark.inference.shared_model import ModelSharing
 from sparkdl.spark.required import jvm_named, require_frame, require_session
-from sparkdl.spark.rows.columns import InputColumn, input_columns
+from sparkdl.spark.rows.columns import InputColumn, input_columns, require_exact
 from sparkdl.user_code.needed_modules import pickled
 
 _PRECISIONS = {"own": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -276,6 +276,8 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
                 f"{', '.join(names)}"
             )
         columns = input_columns(dataset, names, "featuresCol")
+        for column, trained in zip(columns, features, strict=True):
+            require_exact(column.name, column.digits, trained.dtype)
         # A model that takes a dict expects the names of the training; errors tell the table's.
         by_position = self.getFeaturesAs() == "tensor"
         specs = [

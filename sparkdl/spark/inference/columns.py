@@ -22,7 +22,7 @@ from sparkdl.spark.catalyst.jvm import running_context
 from sparkdl.spark.inference.predictor import Predictor
 from sparkdl.spark.inference.shared_model import OF_ANOTHER_SESSION
 from sparkdl.spark.launch.environments import checked
-from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.columns import InputColumn, require_exact
 from sparkdl.spark.rows.packing import Source, packed_columns
 
 _RECORDS = "spark.sql.execution.arrow.maxRecordsPerBatch"
@@ -158,13 +158,13 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
     def predict(batches: Iterator[Arrays]) -> Iterator[pa.Array]:
         def rows() -> Iterator[tuple[Sequence[pa.Array], Sequence[ColumnSpec]]]:
             for given in batches:
-                arrays = tuple(map(_without_decimals, given))
-                if len(arrays) != len(features):
+                if len(given) != len(features):
                     taken = listed(each.name for each in features)
                     raise DataError(
-                        f"the model was called with {len(arrays)} columns, but it takes "
+                        f"the model was called with {len(given)} columns, but it takes "
                         f"{len(features)}: {taken}"
                     )
+                arrays = tuple(map(_without_decimals, given, features))
                 yield arrays, list(map(_as_it_comes, features, arrays))
 
         for predicted in predictor.predictions(rows()):
@@ -188,13 +188,16 @@ def predict_function(predictor: Predictor, features: Sequence[ColumnSpec]) -> An
     return function
 
 
-def _without_decimals(rows: pa.Array) -> pa.Array:
+def _without_decimals(rows: pa.Array, spec: ColumnSpec) -> pa.Array:
     """Doubles for decimals, also in arrays; as texts first, which are rounded as Spark rounds."""
 
     def like(kind: pa.DataType, value: pa.DataType) -> pa.DataType:
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
             return pa.list_(like(kind.value_type, value))
-        return value if pa.types.is_decimal(kind) else kind
+        if not pa.types.is_decimal(kind):
+            return kind
+        require_exact(spec.name, kind.precision - kind.scale, spec.dtype)
+        return value
 
     if like(rows.type, pa.null()) == like(rows.type, pa.string()):
         return rows

@@ -16,7 +16,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.feed.schema import sequence_names
 from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding, SequenceInput
 from sparkdl.spark.rows import converters as convert
-from sparkdl.spark.rows.columns import InputColumn
+from sparkdl.spark.rows.columns import InputColumn, require_exact
 
 ImageScale = str | Sequence[Any]
 """One of ``LARGEST``, or (mean, std): numbers, or one of each for every channel."""
@@ -215,6 +215,7 @@ class ColumnOverrides:
 
         Raises:
             ConfigError: the overrides do not fit the column, or one is missing.
+            DataError: the column's decimals do not fit into the dtype.
         """
         name, encoding = column.name, column.encoding
         if name in self.images.names:
@@ -227,6 +228,8 @@ class ColumnOverrides:
             )
         default = column.default_dtype(fractions) if target is None else target
         dtype = getattr(torch, self._dtypes[name]) if name in self._dtypes else default
+        if target is None:  # a label of so many digits is no class, and refused as such
+            require_exact(name, column.digits, dtype)
         padding = self.padding(name, label=target is not None)
         return column.spec(dtype, self._shapes.get(name), padding=padding)
 

@@ -47,11 +47,41 @@ def recognized(kind: T.DataType) -> tuple[Encoding, bool, int | None] | None:
     return (NUMBERS, integral, dimensions) if integral or isinstance(kind, _FRACTIONAL) else None
 
 
+def digits_of(kind: T.DataType) -> int:
+    """The most that decimals of a type, or in its arrays, have before the point; else 0."""
+    while isinstance(kind, T.ArrayType):
+        kind = kind.elementType
+    return kind.precision - kind.scale if isinstance(kind, T.DecimalType) else 0
+
+
 def without_decimals(kind: T.DataType) -> T.DataType:
     """The type that a column arrives as: decimals, also in arrays, are cast to doubles."""
     if isinstance(kind, T.ArrayType):
         return T.ArrayType(without_decimals(kind.elementType), kind.containsNull)
     return T.DoubleType() if isinstance(kind, T.DecimalType) else kind
+
+
+_EXACT_DIGITS = 15
+"""Doubles hold all whole numbers of so many digits."""
+
+
+def require_exact(name: str, digits: int, dtype: torch.dtype) -> None:
+    """Refuse to make int64 of decimals that were rounded when they became doubles.
+
+    Args:
+        name: the column's, for the message.
+        digits: the most that one has before its point.
+        dtype: of the tensor; the others hold no whole number that a double rounds.
+
+    Raises:
+        DataError: they may have been.
+    """
+    if dtype is torch.int64 and digits > _EXACT_DIGITS:
+        raise DataError(
+            f"column '{name}' is to become int64, but holds decimals of up to {digits} digits, "
+            f"which arrive as doubles: those are exact for {_EXACT_DIGITS}. Cast it to BIGINT, or "
+            "to ARRAY<BIGINT>"
+        )
 
 
 _FIXES: tuple[tuple[type[T.DataType], str], ...] = (
@@ -77,6 +107,7 @@ class InputColumn:
             None for bytes, which do not say.
         cast: the type that Spark casts it to on the way; None to leave it as it is.
         computed: what it is computed by, if the DataFrame does not have it.
+        digits: the most that its decimals have before the point; 0 for other numbers.
     """
 
     name: str
@@ -86,6 +117,7 @@ class InputColumn:
     dimensions: int | None = 0
     cast: T.DataType | None = None
     computed: Callable[[], Column] | None = None
+    digits: int = 0
 
     def tensor_dtype(self, fractions: torch.dtype) -> torch.dtype:
         """int64 for integers and booleans, as embeddings take them; else ``fractions``."""
@@ -280,7 +312,8 @@ def _input_column(
         encoding, integral, dimensions = column
         arriving = without_decimals(kind)
         cast = None if arriving == kind else arriving
-        return InputColumn(name, kind.simpleString(), integral, encoding, dimensions, cast)
+        text = kind.simpleString()
+        return InputColumn(name, text, integral, encoding, dimensions, cast, digits=digits_of(kind))
     fix = next(
         (fix for refused, fix in _FIXES if isinstance(kind, refused)),
         "convert it to a number or an array of numbers",

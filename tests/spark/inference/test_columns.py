@@ -12,6 +12,7 @@ import pytest
 import torch
 from every_row import every, every_row
 from pictures import by_pillow, drawn, encoded
+from pyspark.sql import types as T
 from test_predictor import predictions_of
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ from sparkdl.protocols import UNKNOWN, ColumnSpec, Padding
 from sparkdl.spark.inference.columns import _as_it_comes, _without_decimals
 from sparkdl.spark.inference.evaluation import _weights
 from sparkdl.spark.inference.predictor import Labels, PredictionSettings, Score
+from sparkdl.spark.rows.column_overrides import ColumnOverrides
+from sparkdl.spark.rows.columns import InputColumn, _input_column
 
 ONE, THREE = (ColumnSpec("x", torch.float32, shape) for shape in ((), (3,)))
 
@@ -45,15 +48,38 @@ def test_decimals_become_the_nearest_doubles() -> None:
     texts = ["0.1", "123456789012345678.1234567891", "0.0000000001", "-7.25", "99.995"]
     decimals = [Decimal(text) for text in texts]
     nearest, kind = list(map(float, texts)), pa.decimal128(38, 10)
-    assert _without_decimals(pa.array([*decimals, None], kind)).to_pylist() == [*nearest, None]
+    assert _without_decimals(pa.array([*decimals, None], kind), ONE).to_pylist() == [*nearest, None]
     for kinds in (pa.list_(kind), pa.large_list(kind)):
-        assert _without_decimals(pa.array([decimals, None, []], kinds)).to_pylist() == [
+        assert _without_decimals(pa.array([decimals, None, []], kinds), THREE).to_pylist() == [
             nearest,
             None,
             [],
         ]
     rows = pa.array([[1.5]])
-    assert _without_decimals(rows) is rows
+    assert _without_decimals(rows, THREE) is rows
+
+
+def test_decimals_that_a_double_may_have_rounded_do_not_become_int64() -> None:
+    whole, told = ColumnSpec("x", torch.int64, ()), r"'x'.*up to 20 digits.*exact for 15.*BIGINT"
+    declared = ColumnOverrides(dtypes={"x": "int64"})
+    number, kind = Decimal(2**53 + 1), pa.decimal128(20, 0)
+    for rows in (pa.array([number], kind), pa.array([[number]], pa.list_(kind))):
+        with pytest.raises(DataError, match=told):
+            _without_decimals(rows, whole)
+    for column in map(_read, (T.DecimalType(20, 0), T.ArrayType(T.DecimalType(20, 0)))):
+        with pytest.raises(DataError, match=told):
+            declared.spec(column, torch.float32)
+        # Of labels, only classes become int64 by themselves: fewer than a double rounds.
+        assert declared.spec(column, torch.float32, target=torch.int64).dtype is torch.int64
+    few = pa.array([Decimal(7)], pa.decimal128(18, 3))
+    assert _without_decimals(few, whole).to_pylist() == [7.0]
+    assert declared.spec(_read(T.DecimalType(18, 3)), torch.float32).dtype is torch.int64
+    assert ColumnOverrides().spec(_read(T.DecimalType(20, 0)), torch.float32) == ONE
+
+
+def _read(kind: T.DataType) -> InputColumn:
+    frame: Any = None  # only errors tell of it
+    return _input_column(frame, [T.StructField("x", kind)], "x", "featuresCol")
 
 
 def test_padded_columns_take_arrays_of_any_length() -> None:
