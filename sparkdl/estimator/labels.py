@@ -21,11 +21,14 @@ from sparkdl.arguments import counted
 from sparkdl.errors import ConfigError, DataError
 from sparkdl.estimator.head import Head
 from sparkdl.estimator.params.converters import INSTANTS, Label
+from sparkdl.feed.decode import in_sql
 from sparkdl.protocols import UNKNOWN, ColumnSpec
 from sparkdl.spark.catalyst.versions import frame_of
 from sparkdl.spark.rows.columns import InputColumn, quoted
 
 _TEXT, _INDEX = "sparkdl: text of the label", "sparkdl: index of the label"
+_OF_BYTES = "UTF8_BINARY"
+"""The collation by which only texts of the same bytes are equal, and that of texts in Spark 3."""
 MAX_CLASSES = 10_000
 """The most in a column of texts whose labels nobody has named: more are not classes."""
 
@@ -38,7 +41,7 @@ def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
 
     Raises:
         ConfigError: a column of texts has too few distinct ones, or too many.
-        DataError: the column holds points in time.
+        DataError: the column holds points in time, or texts of which several are one to Spark.
     """
     field = _field(dataset, column)
     if field is None:
@@ -48,6 +51,14 @@ def labels_of(dataset: DataFrame, column: str) -> list[Label] | None:
     named = field.metadata.get("ml_attr", {}).get("vals")
     if not _is_text(field):
         return list(named) if named else None
+    collation = getattr(field.dataType, "collation", _OF_BYTES)
+    if collation != _OF_BYTES:
+        raise DataError(
+            f"label column '{column}' has the collation {collation}, by which texts that differ "
+            "may be equal, but each would be a class of its own. Make equal ones the same and "
+            f"leave the collation out, for example CAST(lower({in_sql(column)}) AS STRING), or "
+            "set labels"
+        )
     rows = dataset.select(quoted(column).cast("string").alias("label")).dropna().distinct()
     found = sorted(row["label"] for row in rows.limit(MAX_CLASSES + 1).collect())
     if not 2 <= len(found) <= MAX_CLASSES:

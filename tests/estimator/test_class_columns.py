@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import date, datetime
 from decimal import Decimal
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from models import Net
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 from torch import Tensor, nn
 
 from sparkdl import TorchClassifier, TorchRegressor
@@ -230,6 +232,14 @@ def test_spark_writes_all_numbers_among_the_labels_in_one_column(
     found, index = indexed(spark.createDataFrame([(39,), (0,)], "y int"), "y", labels)
     assert max(selected) == 1
     assert [row[index] for row in found.orderBy("y").collect()] == [2.0, 41.0]
+
+
+def test_texts_of_which_several_are_one_to_spark_are_no_labels() -> None:
+    frame: Any = SimpleNamespace(
+        schema=T.StructType([T.StructField("y", T.StringType("UTF8_LCASE"))])
+    )
+    with pytest.raises(DataError, match=r"'y' has the collation UTF8_LCASE.*CAST\(lower\(`y`\)"):
+        labels_of(frame, "y")
 
 
 @every("name", ["a.b", "a`b", "*", "a b"])
