@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +28,7 @@ from sparkdl.errors import (
     ModelError,
     SetupError,
     SparkDLError,
+    TrainingError,
 )
 from sparkdl.redaction import without_credentials
 from sparkdl.user_code.tracebacks import TRACEBACK_CHARACTERS, text_of
@@ -171,10 +173,16 @@ _CODES: list[tuple[type[BaseException], Exit]] = [
     (IllegalArgumentException, Exit.DATA),
     (OSError, Exit.STORAGE),
 ]
+_REFUSED_ROWS = re.compile(r"\bSQLSTATE: (?:22|39|P0)")
+"""Of the SQL standard's classes, in Spark's errors of a row that it cannot compute: a data
+exception, a function that fails (a null or an unseen label in a stage), and raise_error."""
 
 
 def exit_of(error: BaseException) -> Exit:
     """The code for an error: that of the first class in the list that it belongs to."""
     if isinstance(error, SystemExit) and error.code == Exit.TERMINATED:
         return Exit.TERMINATED
-    return next((code for kind, code in _CODES if isinstance(error, kind)), Exit.UNEXPECTED)
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), Exit.UNEXPECTED)
+    # PySpark has no class for most of them, and a fit raises what its Spark job did as its own.
+    of_spark = code is Exit.UNEXPECTED or type(error) is TrainingError
+    return Exit.DATA if of_spark and _REFUSED_ROWS.search(str(error)) else code

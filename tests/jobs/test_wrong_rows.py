@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from every_row import every
+from pyspark.ml import PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from tables import configuration, make_table, write_configuration
 
-from sparkdl.jobs import evaluate, train
+from sparkdl.jobs import evaluate, predict, train
 from sparkdl.jobs.evaluate import main as evaluate_main
 from sparkdl.jobs.predict import main as predict_main
 from sparkdl.jobs.train import main as train_main
@@ -63,6 +64,30 @@ def test_a_column_that_a_stage_misses_is_an_error_of_the_data(
     code, why = failed(evaluate_main, tmp_path, said)
     assert code == 3
     assert "no_such" in why
+
+
+@every(
+    ("job", "expression", "why"),
+    [
+        (predict_main, "if(id % 10 = 3, null, x)", "removing nulls from dataset"),
+        (predict_main, "x / (id % 10 - 3)", "Division by zero"),
+        (train_main, "x / (id % 10 - 3)", "Division by zero"),
+    ],
+)
+def test_a_row_that_spark_cannot_compute_is_an_error_of_the_data(
+    tmp_path: Path,
+    said: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    job: Any,
+    expression: str,
+    why: str,
+) -> None:
+    stages = PipelineModel([VectorAssembler(inputCols=["x"], outputCol="vector"), Unchanged()])
+    monkeypatch.setattr(predict, "load_model", lambda *_: stages)
+    said["write"] = {}
+    said["rows"]["select"] = ["id", "color", "label", "part", f"{expression} AS x"]
+    code, told = failed(job, tmp_path, said)
+    assert (code, why in told) == (3, True)
 
 
 @pytest.mark.usefixtures("nothing_is_trained")
