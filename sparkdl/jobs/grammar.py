@@ -71,8 +71,8 @@ _HELP = """usage: {job}.py --config FILE [--KEY VALUE] ...
   spark-submit --master yarn jobs/{job}.py --config conf/flights.yaml
 
 One YAML file serves train.py, evaluate.py and predict.py; each reads the sections that it uses.
-Each key of it can be given here. Of several files, and of the command line, the last value given
-counts; --print_config prints what they say together. docs/jobs.md explains the grammar.
+Each key of it can be given here, and then counts, wherever --config stands. Of several files the
+last counts; --print_config prints what they say together. docs/jobs.md explains the grammar.
 """
 
 
@@ -276,6 +276,7 @@ def _read_command_line(command_line: list[str] | None, said: dict[str, Any]) -> 
     """Add what a command line and its files say, whatever else is wrong with it; its flags."""
     left = list(sys.argv[1:] if command_line is None else command_line)
     flags: list[str] = []
+    options: list[tuple[str, str]] = []
     wrong: list[ConfigError] = []
     while left:
         name, equals, value = left.pop(0).partition("=")
@@ -287,7 +288,13 @@ def _read_command_line(command_line: list[str] | None, said: dict[str, Any]) -> 
             elif not equals and (not left or left[0].startswith("--")):
                 raise ConfigError(f"{name}: expected one argument")
             else:
-                _add(said, name[2:], value if equals else left.pop(0))
+                options.append((name[2:], value if equals else left.pop(0)))
+        except ConfigError as error:
+            wrong.append(error)
+    # Files first: whoever writes --config last means the keys before it no less.
+    for name, value in sorted(options, key=lambda option: option[0] != "config"):
+        try:
+            _add(said, name, value)
         except ConfigError as error:
             wrong.append(error)
     if wrong:

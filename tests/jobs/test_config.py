@@ -175,6 +175,12 @@ def test_the_digest_is_of_what_decides_the_output() -> None:
     assert predict != settings("--model", "x", job="predict").digest
 
 
+def test_a_key_on_the_command_line_overrides_a_file_that_is_named_after_it() -> None:
+    given = ["--estimator.epochs", "3", "--session.master", "local[1]", "--config", CONFIG]
+    found = read_settings("train", given)
+    assert (found.build_estimator().getEpochs(), found.session["master"]) == (3, "local[1]")
+
+
 def test_what_is_printed_of_a_configuration_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
