@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from sparkdl.spark.launch.rank_host import end_with_parent
+from sparkdl.spark.launch.rank_host import EXIT_S, end_with_parent
 
 _SERVER, _TASK = os.getpid(), os.getppid()
 # ``forkserver.main`` is called with its listener's descriptor, and says so nowhere else this early.
@@ -42,7 +42,7 @@ def _end(number: int, frame: object) -> None:
         for child in Path(f"/proc/self/task/{_SERVER}/children").read_text().split():
             with contextlib.suppress(OSError):
                 os.killpg(int(child), signal.SIGKILL)
-        until = time.monotonic() + 0.5  # the task's threads do not all end at once
+        until = time.monotonic() + EXIT_S  # on a busy host the task's threads end one by one
         while os.getppid() == _TASK and time.monotonic() < until:
             time.sleep(0.01)
         if os.getppid() != _TASK:

@@ -174,6 +174,18 @@ def test_ranks_end_with_the_server_and_with_the_task(
     assert eventually(lambda: not list(tmp_path.glob("pymp-*")))
 
 
+def test_a_task_that_takes_its_time_to_end_leaves_no_socket(tmp_path: Path) -> None:
+    program = (
+        f"import os, signal, sys, threading, time; sys.path[:] = {sys.path!r}\n"
+        f"from {__name__} import server\n"
+        "thread = threading.Thread(target=server)\n"
+        "thread.start(), thread.join(), time.sleep(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    run_python("-c", program, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert eventually(lambda: not list(tmp_path.glob("pymp-*")))
+
+
 def end(process: int, path: str, number: int) -> None:
     eventually(lambda: os.path.exists(path) and Path(path).read_text(), 60)
     os.kill(process, number)
