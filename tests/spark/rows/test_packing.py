@@ -139,6 +139,11 @@ def test_arrays_in_files_come_in_bytes_alone(files: DataFrame) -> None:
     assert packed(files).select(F.sum(sum(rest))).collect() == [(0,)]
 
 
+def test_hundreds_of_columns_of_arrays_come_as_they_are(spark: SparkSession) -> None:
+    frame = spark.range(1).select(*[F.array(F.lit(1.0)).alias(f"c{k}") for k in range(101)])
+    assert packed(frame).columns == frame.columns
+
+
 def assert_arrays_stay(files: DataFrame, caplog: pytest.LogCaptureFixture, reason: str) -> None:
     with caplog.at_level(logging.INFO, "sparkdl.spark.catalyst.array_bytes"):
         frame = packed(files.select("c5", "c6"))
