@@ -90,8 +90,11 @@ class Progress:
         return self.rounds + sum(summary.rounds for summary in self.history)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON, for ``from_json``."""
-        return dataclasses.asdict(self)
+        """The fields as JSON, for ``from_json``; what epochs have by name is not copied."""
+        # Every checkpoint has the whole history, whose copies took four fifths of its time.
+        names = [each.name for each in dataclasses.fields(EpochSummary)]
+        history = [{name: getattr(each, name) for name in names} for each in self.history]
+        return {**dataclasses.asdict(dataclasses.replace(self, history=())), "history": history}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:

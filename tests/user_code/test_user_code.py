@@ -24,7 +24,7 @@ from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
 from sparkdl.user_code.exported import ExportedModule, as_module
-from sparkdl.user_code.needed_modules import ReferencePickler, imported_names
+from sparkdl.user_code.needed_modules import ReferencePickler, imported_names, takes_along
 from sparkdl.user_code.tracebacks import message_of, shortened, text_of, traceback_of
 
 
@@ -239,6 +239,14 @@ def test_a_function_by_value_also_needs_what_it_imports(monkeypatch: pytest.Monk
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     assert {"json.decoder", "os", "colorsys"} <= by_value
     assert __name__ not in by_value
+
+
+def test_looking_for_a_parameter_copies_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, net = nn.Linear(2, 2), nn.Linear(2, 2)
+    for storage in (torch.TypedStorage, torch.UntypedStorage):
+        monkeypatch.setattr(storage, "__reduce__", lambda self: pytest.fail("values are copied"))
+    assert not takes_along(Holder(a=teacher), net.parameters())
+    assert takes_along(Holder(a=teacher, b=net), net.parameters())
 
 
 def test_what_is_noted_does_not_change_the_pickle() -> None:

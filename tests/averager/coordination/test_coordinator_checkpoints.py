@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from decided import Told, do
 from decisions import Every, Run, only, report, started
 
+from sparkdl.averager.run_events import Progress
 from sparkdl.errors import DeadlineError, PreemptedError, TrainingError
 from sparkdl.events import EpochSummary
 
@@ -61,6 +62,14 @@ def test_the_middle_of_an_epoch_is_as_large_after_two_thousand_windows_as_after_
     assert summary.loss == pytest.approx(losses.sum() / examples.sum(), rel=1e-12)
     assert (summary.examples, summary.rounds) == (examples.sum(), 1000)
     assert summary.measured == {"noise": 1000.0}
+
+
+def test_no_checkpoint_copies_the_numbers_of_every_epoch_so_far() -> None:
+    epochs = [EpochSummary(epoch=e, loss=0.5, examples=4, rounds=2, seconds=1.0) for e in (1, 2)]
+    said = replace(Progress.start(2), epoch=3, history=tuple(epochs)).as_json()
+    assert said["history"] == [asdict(epoch) for epoch in epochs]
+    for written, epoch in zip(said["history"], epochs, strict=True):
+        assert written["metrics"] is epoch.metrics
 
 
 def test_the_center_is_copied_after_the_commit_and_before_anybody_goes_on() -> None:
