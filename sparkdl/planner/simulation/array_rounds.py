@@ -62,10 +62,11 @@ def array_rounds(exchange: Exchange, cluster: Cluster, windows: Sequence[int]) -
     if exchange.final is not None:
         longer = cluster.workers * (exchange.final - exchange.down)
         answered = answered + longer / cluster.link.bandwidth
-    epoch.count(0.0, answered - closed, carried_s)
-    if exchange.way in ("visits", "neighbors"):
+    pairs = exchange.way in ("visits", "neighbors")
+    if pairs and exchange.commit:  # a contribution of each, while a group's is one worker's
         answered = from_driver(answered, exchange.commit, exchange.commit, cluster.link)
-    else:
+    epoch.count(0.0, answered - closed, carried_s)
+    if not pairs:
         answered = answered + exchange.commit / cluster.link.bandwidth
     epoch.windows, epoch.lasted = len(windows) * cluster.workers, float(np.max(answered))
     return epoch

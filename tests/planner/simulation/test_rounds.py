@@ -154,6 +154,12 @@ def test_a_group_s_copies_for_the_driver_are_waited_for() -> None:
     assert found.lasted == pytest.approx(3.0 + 3 * 0.32)
 
 
+@every("way", ["visits", "neighbors"])
+def test_what_everyone_sends_the_driver_at_the_end_is_waited_for_by_everyone(way: Any) -> None:
+    found = epoch(Exchange(name="x", way=way, up=LARGE, down=LARGE, period=5, commit=LARGE), 10)
+    assert found.did.sum() == pytest.approx(4 * found.lasted)
+
+
 STATE = {"parameters": 4e6, "buffers": 4e4, "optimizer": 8e6}
 ALL, MODEL = 12.04e6, 4.04e6
 
