@@ -310,7 +310,8 @@ def _text(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_brief(each) for each in value)}]"
+        # Of a million labels, more would be described only to be cut off.
+        return f"[{', '.join(_brief(each) for each in value[:LONGEST])}]"
     return _brief(value)
 
 

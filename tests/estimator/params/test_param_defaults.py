@@ -162,6 +162,18 @@ def test_a_value_is_described_as_it_was_written(value: Any, expected: Any) -> No
     assert found == expected
 
 
+def test_of_a_long_list_only_what_is_shown_is_described() -> None:
+    class Told:
+        times = 0
+
+        def __repr__(self) -> str:
+            Told.times += 1
+            return "x"
+
+    assert described([Told()] * 100_000) == ("[" + "x, " * LONGEST)[:LONGEST]
+    assert Told.times <= LONGEST
+
+
 def test_every_param_is_there_and_says_the_same_each_time() -> None:
     def made() -> dict[str, object]:
         return settings_of(
