@@ -12,8 +12,11 @@ REPORTED_S = 2.0
 """Seconds after the end of a job in which Spark's status store hears of its tasks."""
 _PYTHON_DIED = "Python worker exited unexpectedly"
 _EXECUTOR_DIED = "ExecutorLostFailure"
+_HEAP_FULL = "): java.lang.OutOfMemoryError"
+"""The end of a task whose executor exits, if the task's message arrives first."""
 _RANK_DIED = f"{WorkerLostError.__module__}.{WorkerLostError.__qualname__}: "
 """How the error of a task with several ranks starts when one of their processes died."""
+_LOSSES = _PYTHON_DIED, _EXECUTOR_DIED, _HEAP_FULL, _RANK_DIED
 _HEAP = re.compile(r"java\.lang\.OutOfMemoryError|(?:code|status):? 52\b", re.IGNORECASE)
 _KILLED = re.compile(
     r"(?:code|status):? 137\b|OOM|exceeding (?:physical |virtual )?memory limits", re.IGNORECASE
@@ -26,7 +29,7 @@ _AS_FOR_MEMORY = (
 
 def is_loss(text: str) -> bool:
     """Whether Spark's message for a failed job means that a process died, not that code raised."""
-    return any(sign in text for sign in (_PYTHON_DIED, _EXECUTOR_DIED, _RANK_DIED))
+    return any(sign in text for sign in _LOSSES)
 
 
 def memory_advice(text: str) -> str:

@@ -337,6 +337,13 @@ def test_a_job_that_failed_for_a_lost_process_is_a_loss_and_others_are_not() -> 
     assert type(as_training_error(RuntimeError("UNRESOLVED_COLUMN"))) is TrainingError
 
 
+def test_a_task_whose_executor_has_no_heap_left_is_a_loss_with_the_setting_to_raise() -> None:
+    task = "Lost task 0.3 in stage 1.0 (TID 6) (10.0.0.2 executor 3): "
+    told = as_training_error(RuntimeError(f"{task}java.lang.OutOfMemoryError: Java heap space"))
+    assert isinstance(told, WorkerLostError)
+    assert re.search(HEAP_ADVICE, str(told))
+
+
 def test_how_a_ranks_process_has_ended_is_found_in_sparks_words() -> None:
     for how, advises in (("exited with code 0", False), ("was ended by SIGKILL", True)):
         line = f"the process 71 of rank 1 on a {how}"
