@@ -46,9 +46,7 @@ PYTHONS = {
         *("pytest", "pytest-timeout", "hypothesis"),
     ],
     "files": [
-        *("checkpoint/test_storage.py", "durable/test_lease.py", "planner/test_lemmas.py"),
-        "feed/record_batches/test_packed.py",
-        *("test_errors.py", "test_phases.py"),
+        *("durable/test_lease.py", "feed/test_packed.py", "test_errors.py", "test_phases.py"),
         *("transport/test_streams.py", "volumes/test_patch_grid.py"),
     ],
 }

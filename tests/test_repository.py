@@ -83,6 +83,18 @@ def test_no_name_of_the_list_needs_a_package_of_an_extra() -> None:
     assert len(printed_by("-c", program).splitlines()) >= len(sparkdl.__all__)
 
 
+@pytest.mark.gate
+def test_other_pythons_are_tried_with_tests_that_are_there_and_need_no_torch() -> None:
+    program = (
+        "import sys, pytest, versions; sys.modules['torch'] = None; "
+        "files = [f'tests/{each}' for each in versions.PYTHONS['files']]; "
+        "options = ['--collect-only', '-q', '--noconftest', '-c', '/dev/null', '--rootdir=.']; "
+        "sys.exit(pytest.main([*options, *files]))"
+    )
+    path = os.pathsep.join(str(ROOT / each) for each in (".ci", ".", "tests"))
+    printed_by("-c", program, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
+
+
 def test_another_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'sparkdl' has no attribute 'TorchEstimater'"):
         sparkdl.TorchEstimater  # type: ignore[attr-defined]  # noqa: B018
