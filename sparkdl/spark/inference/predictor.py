@@ -292,8 +292,12 @@ class Predictor:
         """The predictions for some rows, by column."""
         predicted = self.outputs if self.score is None else self.outputs[:-1]
         picked = [pick(returned, each.key, rows) for each in predicted]
-        if self.prediction.dtype is not None:  # so that probabilities are not rounded again
-            picked = [each.float() for each in picked]
+        # Half precision only, so that probabilities are not rounded again: float32 would change
+        # whole numbers, which may be ids, and float64.
+        picked = [
+            each.float() if each.is_floating_point() and each.dtype.itemsize < 4 else each
+            for each in picked
+        ]
         return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
     def _to_arrow(

@@ -215,6 +215,26 @@ def test_results_and_features_that_become_infinite_on_their_way_are_refused(
     assert found.to_pylist() == [[1.0, 2.0], [0.5, 1e39]]
 
 
+def test_half_precision_changes_no_result_that_is_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    prediction = PredictionSettings(8, "cpu", torch.bfloat16, compiled=False, double=True)
+    for wider in (torch.tensor([2**24 + 1, 5]), torch.tensor([1e300, 0.1], dtype=torch.float64)):
+        module = Returns(wider)
+        columns = [(ColumnSpec("x", torch.float32, (2,)), pa.array([[1.0, 2.0], [3.0, 4.0]]))]
+        ((found,),) = predictions_of(
+            module, columns, monkeypatch, batch_rows=8, prediction=prediction
+        )
+        assert found.flatten().to_pylist() == wider.tolist()
+
+
+class Returns(nn.Module):
+    def __init__(self, outputs: Tensor) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.outputs
+
+
 def test_whole_results_are_written_as_they_are_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = partial(PredictionSettings, batch_rows=8, device="cpu", compiled=False)
     for largest, double in ((2**24, False), (2**53, True)):
