@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from sparkdl.errors import ConfigError
+from sparkdl.errors import ConfigError, ModelError
 
 
 class Head(Enum):
@@ -52,7 +52,18 @@ class Head(Enum):
 
         Returns:
             Shape (n,), float64.
+
+        Raises:
+            ConfigError: outputs of this shape have no classes.
+            ModelError: some are NaN.
         """
+        if outputs.isnan().any():
+            unknown = outputs.isnan().reshape(len(outputs), -1).any(dim=1)
+            raise ModelError(
+                f"the model returns NaN for {int(unknown.sum())} of {len(outputs)} rows, which "
+                "have no class. Find them in its raw outputs (outputType='raw', or "
+                "predictionCol='' of a classifier); half precision may be too small for the model"
+            )
         if self is Head.BINARY_LOGIT:
             return (_single(outputs) > 0).double()
         if self is Head.BINARY_PROBABILITY:
@@ -78,8 +89,9 @@ class Head(Enum):
         if self is Head.LOG_PROBABILITIES:
             return outputs.exp()
         if self is Head.BINARY_LOGIT:
-            positive = _single(outputs).sigmoid()
-        elif self is Head.BINARY_PROBABILITY:
+            # Not 1 - p, which float32 rounds to 0 from a score of 17 on.
+            return class_scores(_single(outputs), head=self).sigmoid()
+        if self is Head.BINARY_PROBABILITY:
             positive = _single(outputs)
         else:
             raise ConfigError(
@@ -162,9 +174,16 @@ def _single(outputs: Tensor) -> Tensor:
 
 
 def class_scores(outputs: Tensor, *, head: Head) -> Tensor:
-    """Scores of the classes, shape (n, classes): the larger, the likelier the class."""
+    """Scores of the classes, shape (n, classes): the larger, the likelier the class.
+
+    pyspark.ml's evaluator of two classes and ``OneVsRest`` rank rows by the score of class 1 alone,
+    of which a model's own says nothing without that of class 0.
+    """
     if head is Head.BINARY_LOGIT:
         score = outputs.reshape(len(outputs))
+        return torch.stack([-score, score], dim=1)
+    if head in (Head.LOGITS, Head.SCORES) and outputs.shape[1] == 2:
+        score = (outputs[:, 1] - outputs[:, 0]) / 2  # of the same softmax as the outputs
         return torch.stack([-score, score], dim=1)
     return head.probabilities(outputs) if head is Head.BINARY_PROBABILITY else outputs
 
@@ -177,9 +196,8 @@ def class_winners(
     With thresholds, the class with the largest ratio of probability to threshold wins, as in
     pyspark.ml; without them, the class with the largest output.
     """
-    if thresholds is None:
-        won = head.classes(outputs)
-    else:
+    won = head.classes(outputs)
+    if thresholds is not None:
         limits = torch.tensor(thresholds, dtype=torch.float64, device=outputs.device)
         probabilities = head.probabilities(outputs).double()
         # 0 / 0 is the least likely, not NaN.

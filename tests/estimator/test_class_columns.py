@@ -57,6 +57,14 @@ def test_one_score_is_one_for_and_one_against() -> None:
         assert found["prediction"].tolist() == [0.0, 0.0, 1.0]
 
 
+def test_two_scores_rank_rows_by_that_of_class_one_as_their_probabilities_do() -> None:
+    scores = torch.tensor([[9.0, 8.0], [-4.0, -2.0], [0.0, 0.5], [5.0, 5.0]])
+    for head in (Head.LOGITS, Head.SCORES):
+        raw = columns(head, scores)["rawPrediction"]
+        np.testing.assert_array_equal(raw[:, 1].argsort(), scores.softmax(1)[:, 1].argsort())
+        np.testing.assert_allclose(torch.tensor(raw).softmax(1), scores.softmax(1), rtol=1e-6)
+
+
 def test_a_loss_without_probabilities_or_an_empty_name_leaves_a_column_out() -> None:
     found = columns(Head.SCORES, torch.tensor([[1.0, 2.0, 0.0]]))
     assert found.keys() == {"rawPrediction", "prediction"}

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sparkdl import TorchModel
 from sparkdl.errors import ConfigError, ModelError
-from sparkdl.estimator.head import Head, head_of, output_function
+from sparkdl.estimator.head import Head, class_winners, head_of, output_function
 from sparkdl.estimator.outputs import MetricInputs
 from sparkdl.protocols import ColumnSpec
 from sparkdl.spark.inference.predictor import Labels, Score
@@ -88,6 +88,25 @@ def test_one_output_a_row_is_for_class_one(shape: tuple[int, ...]) -> None:
     assert head.classes(outputs).tolist() == [0, 0, 0, 1, 1]
     both = [[1, 0], [0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [0, 1]]
     assert head.probabilities(outputs).tolist() == both
+
+
+def test_a_class_that_is_hardly_possible_keeps_its_probability() -> None:
+    scores = torch.tensor([-30.0, -17.0, 17.0, 30.0])
+    expected = [[1 / (1 + math.exp(v)), 1 / (1 + math.exp(-v))] for v in scores.tolist()]
+    found = Head.BINARY_LOGIT.probabilities(scores)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@every_row(
+    (Head.LOGITS, torch.tensor([[1.0, 2.0], [math.nan, 0.0], [3.0, math.nan]])),
+    (Head.BINARY_LOGIT, torch.tensor([[1.0], [math.nan], [math.nan]])),
+)
+@every("thresholds", [None, [0.5, 0.5]])
+def test_what_is_no_number_is_given_no_class(
+    head: Head, outputs: torch.Tensor, thresholds: list[float] | None
+) -> None:
+    with pytest.raises(ModelError, match=r"NaN for 2 of 3 rows.* no class.*outputType='raw'"):
+        class_winners(outputs, head=head, thresholds=thresholds, values=None)
 
 
 def test_log_probabilities_are_exponentiated() -> None:
