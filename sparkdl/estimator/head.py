@@ -61,8 +61,9 @@ class Head(Enum):
             unknown = outputs.isnan().reshape(len(outputs), -1).any(dim=1)
             raise ModelError(
                 f"the model returns NaN for {int(unknown.sum())} of {len(outputs)} rows, which "
-                "have no class. Find them in its raw outputs (outputType='raw', or "
-                "predictionCol='' of a classifier); half precision may be too small for the model"
+                "have no class. If it is their features that are NaN, handleInvalid='skip' gives "
+                "them null; else find them in the raw outputs (outputType='raw', or "
+                "predictionCol='' of a classifier). Half precision may be too small for the model"
             )
         if self is Head.BINARY_LOGIT:
             return (_single(outputs) > 0).double()
@@ -159,7 +160,15 @@ def output_function(
 
 def _flat_rows(outputs: Tensor, *, wide: bool) -> Tensor:
     """Outputs as (n, k), or (n,) if there is one number per row."""
-    return outputs.reshape(len(outputs), -1) if wide else outputs.reshape(len(outputs))
+    if wide:
+        return outputs.reshape(len(outputs), -1)
+    if outputs.numel() != len(outputs):
+        raise ModelError(
+            f"the model returns shape {tuple(outputs.shape)}, but when it was made it gave one "
+            "number per row. If its module is another one now, make another model: "
+            "TorchModel.from_module(model.module, example)"
+        )
+    return outputs.reshape(len(outputs))
 
 
 def _single(outputs: Tensor) -> Tensor:

@@ -109,6 +109,13 @@ def test_what_is_no_number_is_given_no_class(
         class_winners(outputs, head=head, thresholds=thresholds, values=None)
 
 
+def test_a_module_that_gives_more_than_when_the_model_was_made_is_told_so() -> None:
+    function, _ = output_function("raw", Head.UNKNOWN, 1)
+    assert function(torch.ones(3, 1)).tolist() == [1.0] * 3
+    with pytest.raises(ModelError, match=r"\(3, 5\), but .* one number per row.*from_module"):
+        function(torch.ones(3, 5))
+
+
 def test_log_probabilities_are_exponentiated() -> None:
     scores = torch.randn(4, 3, dtype=torch.float64)
     outputs = functional.log_softmax(scores, dim=1)

@@ -303,6 +303,13 @@ class Predictor:
     def _to_arrow(
         self, outputs: Sequence[Tensor], column: OutputColumn, order: Tensor | None
     ) -> pa.Array:
+        widths = sorted({each[0].numel() for each in outputs})
+        if len(widths) > 1:
+            raise ModelError(
+                f"the model returns {widths[0]} numbers per row for column '{column.name}' in one "
+                f"minibatch and {widths[-1]} in another. A prediction column needs the same number "
+                "in every row, so it must not depend on the rows: return a fixed number"
+            )
         whole = torch.cat(list(outputs)) if outputs else torch.empty(0)
         if order is not None:
             whole = torch.empty_like(whole).index_copy_(0, order, whole)

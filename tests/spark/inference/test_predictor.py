@@ -226,6 +226,20 @@ def test_half_precision_changes_no_result_that_is_wider(monkeypatch: pytest.Monk
         assert found.flatten().to_pylist() == wider.tolist()
 
 
+class UpToTheLargest(nn.Module):
+    def forward(self, given: Tensor) -> Tensor:
+        return given[:, : int(given.max())]
+
+
+def test_a_width_that_depends_on_the_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = pa.array([[2.0, 2.0, 2.0], [1.0, 3.0, 1.0]])
+    columns = [(ColumnSpec("x", torch.float32, (3,)), rows)]
+    with pytest.raises(
+        ModelError, match=r"2 numbers per row for column 'prediction' in one .*3 in"
+    ):
+        predictions_of(UpToTheLargest(), columns, monkeypatch, batch_rows=1)
+
+
 class Returns(nn.Module):
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()
