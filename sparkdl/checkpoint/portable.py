@@ -82,7 +82,8 @@ def _dump(
             raise ModelError(
                 "once built, the model cannot be sent to the executors, which transform requires: "
                 f"{message_of(error)}. Leave out what cannot be pickled with "
-                "__getstate__, or create it on first use"
+                "__getstate__, or create it on first use; of parametrizations, keep the values: "
+                "torch.nn.utils.parametrize.remove_parametrizations"
             ) from error
 
 

@@ -127,6 +127,14 @@ class FittedModel(Model, SharedParams, InferenceParams, MLWritable, MLReadable["
         score: bytes | None = None,
     ) -> Predictor:
         used = set() if used is None else used
+        precision = self.getPredictPrecision()
+        if precision != "own":
+            for name, each in (*self.module.named_parameters(), *self.module.named_buffers()):
+                if each.is_complex():  # torch's conversion would drop the imaginary part
+                    raise ConfigError(
+                        f"predictPrecision='{precision}' is for real numbers, but the model's "
+                        f"'{name}' is complex. Set predictPrecision='own'"
+                    )
         return Predictor(
             model=self._sharing.share(
                 self.module,

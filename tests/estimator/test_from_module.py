@@ -193,6 +193,18 @@ def test_what_cannot_be_a_model_is_refused_before_any_job(
         TorchModel.from_module(classifier(), example, **params)
 
 
+class Complex(nn.Linear):
+    def forward(self, given: Tensor) -> Tensor:
+        return super().forward(given.to(self.weight.dtype)).imag
+
+
+def test_half_precision_of_complex_parameters_is_refused(rows: DataFrame) -> None:
+    module = Complex(WIDTH, 2, dtype=torch.complex64)
+    model = TorchModel.from_module(module, torch.zeros(1, WIDTH), predictPrecision="bfloat16")
+    with pytest.raises(ConfigError, match=r"'weight' is complex\. Set predictPrecision='own'"):
+        model.transform(rows)
+
+
 def test_a_module_on_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"on meta, .* give module.cpu\(\)"):
         TorchModel.from_module(nn.Linear(2, 1, device="meta"), torch.zeros(1, 2))

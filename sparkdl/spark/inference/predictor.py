@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 from pyspark import TaskContext
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from sparkdl.errors import DataError, ModelError
 from sparkdl.feed.conversion import first_lost
@@ -235,6 +236,8 @@ class Predictor:
             piece = self._columns(outputs, rows)
             if score is not None:
                 targets = score.labels.targets(labels, start, rows, run.device)
+                if self.prediction.dtype is not None:  # of which the loss knows nothing
+                    outputs = tree_map(_widened, outputs)
                 piece.append(score(outputs, targets, rows).cpu())
             pieces.append(piece)
         predicted = [
@@ -292,12 +295,7 @@ class Predictor:
         """The predictions for some rows, by column."""
         predicted = self.outputs if self.score is None else self.outputs[:-1]
         picked = [pick(returned, each.key, rows) for each in predicted]
-        # Half precision only, so that probabilities are not rounded again: float32 would change
-        # whole numbers, which may be ids, and float64.
-        picked = [
-            each.float() if each.is_floating_point() and each.dtype.itemsize < 4 else each
-            for each in picked
-        ]
+        picked = [_widened(each) for each in picked]
         return [each.function(output).cpu() for each, output in zip(predicted, picked, strict=True)]
 
     def _to_arrow(
@@ -340,6 +338,15 @@ class Predictor:
             torch.arange(0, (rows + 1) * width, max(width, 1), dtype=torch.int32).numpy()
         )
         return pa.ListArray.from_arrays(offsets, flat)
+
+
+def _widened(output: Any) -> Any:
+    """Half precision as float32, so that probabilities are not rounded again.
+
+    Nothing else: float32 would change whole numbers, which may be ids, and float64.
+    """
+    half = isinstance(output, Tensor) and output.is_floating_point() and output.dtype.itemsize < 4
+    return output.float() if half else output
 
 
 def only(columns: Sequence[pa.Array], valid: np.ndarray) -> list[pa.Array]:

@@ -132,6 +132,34 @@ def test_a_failing_loss_is_named_with_outputs_and_targets(monkeypatch: pytest.Mo
         predict(Width(), monkeypatch, score)
 
 
+class Halved(nn.Module):
+    def forward(self, pixels: Tensor, age: Tensor) -> Tensor:
+        return (pixels / 4).bfloat16()
+
+
+@every("loss", [nn.BCELoss(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))])
+def test_a_loss_is_given_outputs_as_in_training_under_half_precision(
+    loss: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = torch.float32 if isinstance(loss, nn.BCELoss) else torch.int64
+    score = cloudpickle.dumps(Score(loss, Labels([ColumnSpec("label", kind)], as_one=True)))
+    width = 1 if kind is torch.float32 else 2
+    values = [[1.0, 2.0][:width], [3.0, 1.0][:width]]
+    columns = [
+        (ColumnSpec("pixels", torch.float32, (width,)), pa.array(values)),
+        (ColumnSpec("age", torch.float32), pa.array([3.0, 3.0])),
+        (ColumnSpec("label", kind), pa.array([1.0, 0.0])),
+    ]
+    prediction = PredictionSettings(8, "cpu", torch.bfloat16, compiled=False, double=True)
+    ((_, found),) = predictions_of(
+        Halved(), columns, monkeypatch, 2, batch_rows=8, prediction=prediction, score=score
+    )
+    loss.reduction = "none"
+    labels = torch.tensor([1, 0]).to(kind)
+    expected = loss((torch.tensor(values) / 4).squeeze(-1), labels)
+    np.testing.assert_allclose(found.flatten(), expected, rtol=1e-6)
+
+
 TOLD_BY_SPARK = """Job aborted due to stage failure: Task 0 in stage 9.0 failed 4 times
 Traceback (most recent call last):
   File "predictor.py", line 222, in outputs
