@@ -61,9 +61,16 @@ def as_module(given: Any) -> nn.Module:
     """The module that a program is, or the module itself.
 
     Raises:
-        ModelError: it is neither, or a program that takes only so many rows.
+        ModelError: it is neither, or cannot be sent, or a program that takes only so many rows.
     """
     if isinstance(given, nn.Module):
+        scripted = [n for n, m in given.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise ModelError(
+                f"{f'the part {scripted[0]!r} of the model' if scripted[0] else 'the model'} is "
+                "TorchScript, which torch does not pickle, so that it cannot be sent to the "
+                "executors. Give the module that it was made from, or a program of torch.export"
+            )
         return given
     if isinstance(given, ExportedProgram):
         return ExportedModule(given)

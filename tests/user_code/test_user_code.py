@@ -308,6 +308,14 @@ def test_it_gives_what_the_module_gave_also_when_it_was_sent() -> None:
     assert not module.training
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_torchscript_is_refused_which_torch_does_not_pickle() -> None:
+    scripted = torch.jit.script(nn.Linear(3, 2))
+    for given, who in ((scripted, "the model is"), (nn.Sequential(scripted), "the part '0' of")):
+        with pytest.raises(ModelError, match=f"^{who}.* TorchScript.*torch.export"):
+            as_module(given)
+
+
 def test_one_of_a_fixed_number_of_rows_is_refused_with_its_shape() -> None:
     with pytest.raises(ModelError, match=r"tensor 'x' of shape \(2, 3\).*Dim\('rows'\)"):
         ExportedModule(exported(None))
