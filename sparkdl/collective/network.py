@@ -10,17 +10,19 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import itertools
 import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from sparkdl.errors import ConfigError
 from sparkdl.transport.sockets import listen
@@ -267,6 +269,20 @@ def _open_store(
             master_listen_fd=listener.detach(),
         )
     return store, port
+
+
+def separate_groups() -> None:
+    """Give each default group of this process keys of its own in the store, which outlives it.
+
+    A group that is made after another was destroyed would find the addresses of that one.
+    """
+    of_environment, numbers = _rendezvous_handlers["env"], itertools.count()
+
+    def joined(*args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+        for store, rank, world_size in of_environment(*args, **kwargs):
+            yield PrefixStore(f"group {next(numbers)}", store), rank, world_size
+
+    _rendezvous_handlers["env"] = joined
 
 
 def interface_settings(device: torch.device, address: str) -> Mapping[str, str]:

@@ -9,7 +9,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from sparkdl.errors import ModelError, SparkDLError
+import cloudpickle
+
+from sparkdl.errors import ConfigError, ModelError, SparkDLError
 from sparkdl.user_code.needed_modules import is_of_spark, nested_code, pickled
 from sparkdl.user_code.tracebacks import text_of
 
@@ -52,6 +54,23 @@ def pickled_or_refused(
                 advice = "create it in the function that runs there"
                 raise refuse(_refusal(name, part, found, advice, counts=True)) from error
         raise
+
+
+def pickled_result(result: Any) -> bytes:
+    """Pickle what a function has returned on a worker.
+
+    Raises:
+        ConfigError: it cannot be pickled; the message names the part at fault.
+    """
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:  # any __reduce__ may raise anything
+        path, culprit, reason = _find_culprit("its result", result, error, counts=False)
+        raise ConfigError(
+            f"what the function returned cannot be sent to the driver: {path} is a "
+            f"{type(culprit).__name__} that cannot be pickled ({text_of(reason)}). Return numbers, "
+            "tensors or a state_dict(), of a wrapped model that of its .module"
+        ) from error
 
 
 def _refusal(name: str, value: Any, error: Exception, advice: str, *, counts: bool) -> str:

@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.errors import DataError, DeadlineError
+from sparkdl.errors import ConfigError, DataError, DeadlineError
 from sparkdl.feed.feed import FeedOptions
 from sparkdl.feed.schema import FeedSchema
 from sparkdl.spark.cluster.network import network_of
@@ -31,6 +31,7 @@ from sparkdl.spark.rows.column_overrides import ColumnOverrides, require_distinc
 from sparkdl.spark.rows.columns import input_columns
 from sparkdl.spark.session import keeps_rows_in_memory
 from sparkdl.transport.service import Service
+from sparkdl.user_code.tracebacks import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -132,11 +133,19 @@ def results_of(delivered: Mapping[int, bytes | None], num_workers: int) -> list[
 
     Raises:
         DeadlineError: it did not all arrive.
+        ConfigError: it exists only on workers, as a model within a process group does.
     """
     results = [delivered.get(rank) for rank in range(num_workers)]
     if None in results:
         raise _undelivered(num_workers)
-    return [cloudpickle.loads(each) for each in results if each is not None]
+    try:
+        return [cloudpickle.loads(each) for each in results if each is not None]
+    except Exception as error:  # any __setstate__ may raise anything
+        raise ConfigError(
+            f"what the workers returned cannot be read in the driver: {message_of(error)}. Return "
+            "numbers, CPU tensors or a state_dict(), of a DistributedDataParallel that of its "
+            ".module"
+        ) from error
 
 
 def _undelivered(num_workers: int) -> DeadlineError:

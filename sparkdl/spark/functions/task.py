@@ -22,7 +22,14 @@ import torch.distributed as dist
 
 from sparkdl.collective import Network
 from sparkdl.collective.group import ROLL_CALL_S, is_of_backend, leave_group
-from sparkdl.collective.network import Meeting, hang_up, interface_settings, local_address, meet
+from sparkdl.collective.network import (
+    Meeting,
+    hang_up,
+    interface_settings,
+    local_address,
+    meet,
+    separate_groups,
+)
 from sparkdl.errors import DataError, DisconnectedError, StoppedError
 from sparkdl.feed.feed import Feed, FeedOptions
 from sparkdl.feed.schema import FeedSchema
@@ -37,6 +44,7 @@ from sparkdl.spark.diagnostics.run_client import JOIN_S, Output, RunClient
 from sparkdl.spark.functions.program import Script, enter, leaving_with_zero, run_script
 from sparkdl.spark.functions.worker import FedRows, FunctionWorker, working_as
 from sparkdl.spark.launch.assignment import Assignment
+from sparkdl.spark.pickling import pickled_result
 from sparkdl.spark.rows.scratch import row_directory
 from sparkdl.transport.connecting import ServiceAddress
 from sparkdl.user_code.needed_modules import advice
@@ -152,14 +160,15 @@ def _serve(
         enter(placement.directory, placement.named, assigned.rank, driver.gather)
         call: Call = cloudpickle.loads(pickled_call)
         _hold_groups()
-        result = cloudpickle.dumps(_call(call))
+        separate_groups()
+        result = pickled_result(_call(call))
         _end_program()
         leave_group()
     # Not left to the end of the process: rank 0 keeps the store, which others may still need.
     hang_up({driver.address.host_and_port[1], met.master[1]})
     driver.say_returned()
     driver.finish()
-    return bytes(result)
+    return result
 
 
 @contextmanager
@@ -334,9 +343,8 @@ def _end_program() -> None:
 
 
 def _call(call: Call) -> Any:
-    if isinstance(call.function, Script):
-        run_script(call.function, [str(argument) for argument in call.args])
-        return None
     with leaving_with_zero():
-        return call.function(*call.args, **call.kwargs)
+        if not isinstance(call.function, Script):
+            return call.function(*call.args, **call.kwargs)
+        run_script(call.function, [str(argument) for argument in call.args])
     return None

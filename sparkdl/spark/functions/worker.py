@@ -68,7 +68,7 @@ class FunctionWorker:
         self._driver = driver
         self._rows = rows
         self._epochs = itertools.count(1)
-        self._shares: dict[object, float] = {}
+        self._sizes: dict[object, np.ndarray] = {}
         self._stores: dict[str, CheckpointStore] = {}
         self._held = ExitStack()
 
@@ -92,7 +92,7 @@ class FunctionWorker:
         if self._rows is None:
             raise ConfigError("there are no rows: pass sparkdl.run a DataFrame, df=...")
         size = require_whole("batch_size", batch_size, 1)
-        return Batches(self._rows, size, self.rank, self._epochs, self._shares)
+        return Batches(self._rows, size, self._epochs, self._sizes)
 
     def wrap(
         self, model: nn.Module, optimizer: O, **options: Any
@@ -120,8 +120,10 @@ class FunctionWorker:
         wrapped = DistributedDataParallel(
             model.to(device), device_ids=[device] if device.type == "cuda" else None, **options
         )
-        wrapped.register_comm_hook(None, lambda _, bucket: self._add_up(bucket.buffer()))
-        optimizer.load_state_dict(optimizer.state_dict())  # moves it to the parameters
+        group = wrapped.process_group
+        wrapped.register_comm_hook(None, lambda _, bucket: self._add_up(bucket.buffer(), group))
+        if optimizer.state:  # ZeroRedundancyOptimizer has no state_dict before it is consolidated
+            optimizer.load_state_dict(optimizer.state_dict())  # moves it to the parameters
         return wrapped, optimizer
 
     def mesh(self, q: int) -> DeviceMesh:
@@ -206,14 +208,15 @@ class FunctionWorker:
         self._stores[path].keep_last = keep_last
         return self._stores[path]
 
-    def _add_up(self, gradients: Tensor) -> torch.futures.Future[Tensor]:
+    def _add_up(self, gradients: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: sum_r share_r * gradient_r, shares adding up to 1."""
-        share = next(reversed(self._shares.values()), 1 / self.world_size)
-        if share:
-            gradients.mul_(share)
+        sizes = next(reversed(self._sizes.values()), np.ones(self.world_size))
+        if sizes[self.rank]:
+            of_group = sizes[dist.get_process_group_ranks(group)].sum()
+            gradients.mul_(float(sizes[self.rank] / of_group))
         else:
             gradients.zero_()  # the mean over no rows is NaN
-        future = dist.all_reduce(gradients, async_op=True).get_future()
+        future = dist.all_reduce(gradients, group=group, async_op=True).get_future()
         return cast("torch.futures.Future[Tensor]", future.then(lambda reduced: reduced.value()[0]))
 
 
@@ -224,16 +227,14 @@ class Batches:
         self,
         rows: FedRows,
         batch_size: int,
-        rank: int,
         epochs: Iterator[int],
-        shares: dict[object, float],
+        current: dict[object, np.ndarray],
     ) -> None:
         self._feed, shard_rows = rows
         self._shard_rows = np.array(shard_rows, dtype=np.int64)
         self._steps = -(-max(shard_rows) // batch_size)
-        self._rank = rank
         self._epochs = epochs
-        self._shares = shares
+        self._current = current
 
     def __len__(self) -> int:
         return self._steps
@@ -243,13 +244,12 @@ class Batches:
         try:
             with closing(self._feed.even_epoch(next(self._epochs), self._steps)) as batches:
                 for step, batch in enumerate(batches):
-                    sizes = even_sizes(self._shard_rows, step, self._steps)
                     # The last one counts: of loops within each other, the one that goes on.
-                    self._shares.pop(loop, None)
-                    self._shares[loop] = float(sizes[self._rank] / sizes.sum())
+                    self._current.pop(loop, None)
+                    self._current[loop] = even_sizes(self._shard_rows, step, self._steps)
                     yield cast("dict[str, Tensor]", batch.features)
         finally:
-            self._shares.pop(loop, None)
+            self._current.pop(loop, None)
 
 
 _current: FunctionWorker | None = None

@@ -29,7 +29,7 @@ from waiting import eventually
 
 import sparkdl
 from sparkdl.collective import Network
-from sparkdl.errors import DeadlineError, TrainingError, WorkerError, WorkerLostError
+from sparkdl.errors import ConfigError, DeadlineError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.spark.diagnostics import run_service, watchdog
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.watchdog import watched
@@ -38,6 +38,7 @@ from sparkdl.spark.functions.program import Script, run_script
 from sparkdl.spark.functions.serving import watch
 from sparkdl.spark.launch.launcher import WorkerJob
 from sparkdl.spark.launch.worker_rows import Workers
+from sparkdl.spark.pickling import pickled_result
 from sparkdl.transport.service import Service
 
 
@@ -234,6 +235,22 @@ def test_results_that_arrive_late_are_waited_for(service: RunService) -> None:
     job = job_that(late, service)
     watch(service, job.jobs)
     assert [cloudpickle.loads(row.result) for row in job.yielded()] == ["a", "b"]
+
+
+class OnWorkersOnly:
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("Default process group has not been initialized")
+
+
+def test_a_result_that_only_a_worker_can_have_is_refused_with_what_to_return() -> None:
+    wrapped = OnWorkersOnly()
+    wrapped.guard = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"its result\[1\]\.guard is a lock.*state_dict"):
+        pickled_result([3, wrapped])
+    del wrapped.guard  # type: ignore[attr-defined]
+    wrapped.value = 3  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"in the driver: ValueError: Default.*state_dict"):
+        serving.results_of({0: pickled_result(wrapped)}, 1)
 
 
 def test_results_that_are_lost_after_all_have_finished_are_an_error(service: RunService) -> None:

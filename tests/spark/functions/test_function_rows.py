@@ -14,6 +14,7 @@ import frames
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from frames import features_of, frame, frame_of_sizes, labels_of
 from open_files import unnamed_files
 from pyspark.sql import DataFrame, SparkSession
@@ -153,6 +154,30 @@ def test_shares_of_a_minibatch_count_within_its_loop_only(spark: SparkSession) -
             "while an older one is given up": first,
         }
     )
+
+
+def gradient_within_a_group() -> float:
+    """The mean of ``rank + 1`` over the rows of ranks 0 and 1, or those of rank 2 alone."""
+    worker = sparkdl.current_worker()
+    dist.init_process_group("gloo")
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2])]
+    linear = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    model, _ = worker.wrap(linear, optimizer, process_group=groups[worker.rank // 2])
+    for batch in worker.batches(30):
+        model(torch.full((len(batch["id"]), 1), worker.rank + 1.0)).mean().backward()
+    assert linear.weight.grad is not None
+    return linear.weight.grad.item()
+
+
+@pytest.mark.gate
+def test_a_model_in_a_group_of_some_ranks_learns_from_their_rows_alone(
+    spark: SparkSession,
+) -> None:
+    rows = frame_of_sizes(spark, [10, 30, 20])
+    found = sparkdl.run(gradient_within_a_group, num_workers=3, df=rows, shuffleRows="none")
+    mean = (10 * 1 + 30 * 2) / 40
+    assert found == pytest.approx([mean, mean, 3.0])
 
 
 def test_rows_are_spread_evenly_and_fed_in_another_order_each_epoch(spark: SparkSession) -> None:

@@ -9,12 +9,14 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 from pyspark.ml.torch.distributor import TorchDistributor as PysparksDistributor
 from pyspark.sql import SparkSession
 from subprocesses import run_python
@@ -111,6 +113,40 @@ def test_a_thread_of_pythons_own_runs_in_the_applications_session(spark: SparkSe
     """No session is active there."""
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(sparkdl.run, int, "7", num_workers=1).result(120) == [7]
+
+
+def sum_in_groups_one_after_another() -> list[float]:
+    sums = []
+    for _ in range(3):
+        dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+        total = torch.tensor(dist.get_rank() + 1.0)
+        dist.all_reduce(total)
+        sums.append(total.item())
+        dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.gate
+def test_a_function_may_destroy_its_group_and_make_another(spark: SparkSession) -> None:
+    assert sparkdl.run(sum_in_groups_one_after_another, num_workers=2) == [[3.0] * 3] * 2
+
+
+def step_with_a_sharded_optimizer() -> list[float]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what torch does itself
+
+    dist.init_process_group("gloo")
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(linear.weight)
+    sharded = ZeroRedundancyOptimizer(linear.parameters(), torch.optim.SGD, lr=0.5)
+    model, optimizer = sparkdl.current_worker().wrap(linear, sharded)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    optimizer.step()
+    return linear.weight.flatten().tolist()
+
+
+@pytest.mark.gate
+def test_an_optimizer_that_cannot_give_its_state_yet_can_be_wrapped(spark: SparkSession) -> None:
+    assert sparkdl.run(step_with_a_sharded_optimizer, num_workers=2) == [[-0.5, -1.0]] * 2
 
 
 @pytest.mark.versions
