@@ -199,6 +199,8 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 600.0
 """Seconds for all workers to start once Spark does no more for them; a fit's default too."""
+SAVED: dict[str, Any] = {"saved": True}
+"""What a rank gives when it waits for all to have called ``save_checkpoint``."""
 CLOSE_S = 5.0
 """Seconds to wait for the driver to read what was last sent."""
 

@@ -51,7 +51,7 @@ from sparkdl.errors import (
     WorkerLostError,
 )
 from sparkdl.feed.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.run_client import JOIN_S
+from sparkdl.spark.diagnostics.run_client import JOIN_S, SAVED
 from sparkdl.spark.diagnostics.stacks import ReportingWorker, Stacks
 from sparkdl.transport.channel import HEADER, PAUSE, Conversation, LeftError
 from sparkdl.transport.framing import header_message
@@ -167,13 +167,14 @@ class RunService:
         """Whether every rank has left properly."""
         return len(self._done) == self.world_size
 
-    def stragglers(self, seconds: float) -> tuple[list[int], list[int]]:
-        """Ranks whose functions have returned, and those still running so many seconds later."""
-        waiting = self._waiting.copy()
-        returned = {rank: each.since for rank, each in waiting.items() if each.returned}
-        if not returned or time.monotonic() < max(returned.values()) + seconds:
-            return [], []
-        return sorted(returned), sorted(self._joined - returned.keys())
+    def stragglers(self, seconds: float) -> tuple[str, list[int]]:
+        """Who has returned or waits to save, and the ranks still running so many seconds later."""
+        waiting = {r: w for r, w in self._waiting.copy().items() if w.returned or w.value == SAVED}
+        if not waiting or time.monotonic() < max(at.since for at in waiting.values()) + seconds:
+            return "", []
+        saving = any(not at.returned for at in waiting.values())
+        does = "called save_checkpoint, as all ranks must" if saving else "already returned"
+        return f"{named(sorted(waiting))} {does}", sorted(self._joined - waiting.keys())
 
     def show_next(self, timeout_s: float | None = None) -> bool:
         """Show the next thing that a worker sends; False if none comes in time, or the run ends."""

@@ -95,7 +95,7 @@ def with_rows(
 RESULTS_S = 120.0
 """Seconds for Spark to deliver what the workers returned, once all of them have finished."""
 RETURNED_S = 10.0
-"""Seconds after which to report that some workers have returned and others have not."""
+"""Seconds after which to report that some workers have returned, or save, and others do not."""
 
 
 def serve_call(
@@ -197,10 +197,10 @@ def watch(service: RunService, jobs: RunJobs | None) -> None:
 
 
 def _stragglers(service: RunService) -> str:
-    """Which ranks still run long after others have returned, and where; empty if none do."""
-    returned, running = service.stragglers(RETURNED_S)
+    """Which ranks run long after others have returned or saved, and where; empty if none do."""
+    ahead, running = service.stragglers(RETURNED_S)
     tops = service.stacks.tops(running) if running else {}
     if not tops:
         return ""
     where = "; ".join(f"{named([rank])} is still running, in {top}" for rank, top in tops.items())
-    return f"{named(returned)} already returned; {where}"
+    return f"{ahead}; {where}"

@@ -27,7 +27,7 @@ from sparkdl.errors import ConfigError
 from sparkdl.feed.feed import Feed
 from sparkdl.feed.order import even_sizes
 from sparkdl.spark.catalyst.jvm import running_context
-from sparkdl.spark.diagnostics.run_client import RunClient
+from sparkdl.spark.diagnostics.run_client import SAVED, RunClient
 from sparkdl.spark.files import open_hadoop
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - an optimizer
@@ -190,7 +190,7 @@ class FunctionWorker:
         keep_last = require_whole("keep_last", keep_last, 1)
         if self.rank == 0:
             save_state(self._store(path, keep_last), state)
-        self._driver.gather({})
+        self._driver.gather(SAVED)
 
     def close(self) -> None:
         """Release the directories where this worker saved checkpoints."""

@@ -18,7 +18,7 @@ from sparkdl.averager import headers
 from sparkdl.errors import SparkDLError, StoppedError, TrainingError, WorkerError, WorkerLostError
 from sparkdl.feed.column_statistics import ColumnStatistics
 from sparkdl.feed.shards import DataStatistics, ShardStatistics
-from sparkdl.spark.diagnostics.run_client import RunClient
+from sparkdl.spark.diagnostics.run_client import SAVED, RunClient
 from sparkdl.spark.diagnostics.run_service import RunService
 from sparkdl.spark.diagnostics.stacks import ReportingWorker
 from sparkdl.transport import framing
@@ -120,8 +120,8 @@ def test_who_has_returned_waits_for_the_others_and_is_known(run: RunService) -> 
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(first.say_returned)
-        assert eventually(lambda: run.stragglers(0.0) == ([0], [1]), 60)
-        assert run.stragglers(60.0) == ([], [])
+        assert eventually(lambda: run.stragglers(0.0) == ("rank 0 already returned", [1]), 60)
+        assert run.stragglers(60.0) == ("", [])
         assert not waiting.done()
         other.say_returned()
         waiting.result(timeout=60)
@@ -129,6 +129,26 @@ def test_who_has_returned_waits_for_the_others_and_is_known(run: RunService) -> 
         first.finish()
         assert eventually(lambda: run.all_finished, 60)
     assert run.stragglers(0.0)[1] == []
+
+
+def test_who_saves_alone_is_known_and_who_gathers_for_another_reason_is_not(
+    run: RunService,
+) -> None:
+    with (
+        RunClient(run.address, 0) as first,
+        RunClient(run.address, 1) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(first.gather, {"rows": 3})
+        assert eventually(lambda: bool(run._waiting), 60)
+        assert run.stragglers(0.0) == ("", [])
+        other.gather({"rows": 2})
+        waiting.result(timeout=60)
+        waiting = pool.submit(first.gather, SAVED)
+        saves = "rank 0 called save_checkpoint, as all ranks must"
+        assert eventually(lambda: run.stragglers(0.0) == (saves, [1]), 60)
+        other.gather(SAVED)
+        waiting.result(timeout=60)
 
 
 @pytest.mark.parametrize("returns_first", [True, False])
@@ -142,7 +162,7 @@ def test_who_waits_for_a_rank_that_has_returned_ends_the_run(
     ):
         if returns_first:
             returned = pool.submit(returns.say_returned)
-            assert eventually(lambda: run.stragglers(0.0) == ([0], [1]), 60)
+            assert eventually(lambda: run.stragglers(0.0) == ("rank 0 already returned", [1]), 60)
             waiting = pool.submit(waits.gather, {})
         else:
             waiting = pool.submit(waits.gather, {})
@@ -165,7 +185,7 @@ def test_an_exchange_that_breaks_after_a_rank_has_returned_is_told_so(
         ThreadPoolExecutor(1) as pool,
     ):
         waiting = pool.submit(returned.say_returned)
-        assert eventually(lambda: run.stragglers(0.0) == ([1], [0]), 60)
+        assert eventually(lambda: run.stragglers(0.0) == ("rank 1 already returned", [0]), 60)
         failing.report_failure("rank 0: closed by peer", "in train", of_exchange=of_exchange)
         error = failure_of(run)
         run.__exit__(None, None, None)
