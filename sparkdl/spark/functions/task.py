@@ -197,7 +197,7 @@ def _rows(
     ) as feed:
         statistics = driver.gather_statistics(feed.fill(batches))
         schema = feeding.schema
-        check_statistics(statistics, schema.columns, len(schema.features))
+        check_statistics(statistics, schema.columns)
         feed.settle([column.longest for column in statistics.columns])
         if not feeding.options.exchange_rows:
             yield feed, statistics.shard_rows

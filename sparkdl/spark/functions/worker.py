@@ -110,7 +110,8 @@ class FunctionWorker:
         Args:
             model: the same on every worker except for the values.
             optimizer: of the model's parameters.
-            **options: more arguments of DistributedDataParallel.
+            **options: more arguments of DistributedDataParallel. With ``process_group``, all
+                workers are those of that group.
 
         Returns:
             The model to train, and the optimizer with its state on the model's device.

@@ -356,8 +356,9 @@ def test_rows_that_cannot_be_fed_are_refused_before_the_function_is_called(
 ) -> None:
     change, settings, message = BAD[kind]
     rows = change(frame(spark, rows=60, partitions=2))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         sparkdl.run(_never, num_workers=2, df=rows, **settings)
+    assert "handleInvalid" not in str(caught.value), "run has no such argument"
 
 
 def _never() -> None:
