@@ -137,7 +137,7 @@ def results_of(delivered: Mapping[int, bytes | None], num_workers: int) -> list[
     """
     results = [delivered.get(rank) for rank in range(num_workers)]
     if None in results:
-        raise _undelivered(num_workers)
+        raise _undelivered(num_workers, "before it ended, and the driver's log may say why")
     try:
         return [cloudpickle.loads(each) for each in results if each is not None]
     except Exception as error:  # any __setstate__ may raise anything
@@ -148,10 +148,10 @@ def results_of(delivered: Mapping[int, bytes | None], num_workers: int) -> list[
         ) from error
 
 
-def _undelivered(num_workers: int) -> DeadlineError:
+def _undelivered(num_workers: int, when: str) -> DeadlineError:
     return DeadlineError(
         f"all {num_workers} workers have finished, but Spark's job did not "
-        f"deliver what they returned within {RESULTS_S:g} s. Is it very large? "
+        f"deliver what they returned {when}. Is it very large? "
         "Write it to a file and return its path. Spark's UI shows which tasks are "
         "left"
     )
@@ -183,7 +183,7 @@ def watch(service: RunService, jobs: RunJobs | None) -> None:
                 return
             results_due = results_due or time.monotonic() + RESULTS_S
             if time.monotonic() > results_due:
-                raise _undelivered(service.world_size or 0)
+                raise _undelivered(service.world_size or 0, f"within {RESULTS_S:g} s")
         elif service.late:
             service.fail(
                 DeadlineError(

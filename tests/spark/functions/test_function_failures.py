@@ -237,6 +237,13 @@ def test_results_that_arrive_late_are_waited_for(service: RunService) -> None:
     assert [cloudpickle.loads(row.result) for row in job.yielded()] == ["a", "b"]
 
 
+def test_results_that_are_missing_when_the_job_has_ended_are_not_said_to_be_late() -> None:
+    """As where the JVM lacks the memory to hand them over."""
+    with pytest.raises(DeadlineError, match="before it ended") as caught:
+        serving.results_of({0: pickled_result(1)}, 2)
+    assert "within" not in str(caught.value)
+
+
 class OnWorkersOnly:
     def __setstate__(self, state: Any) -> None:
         raise ValueError("Default process group has not been initialized")
