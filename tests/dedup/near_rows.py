@@ -59,9 +59,10 @@ def ids(frame: DataFrame, name: str = "id") -> list[int]:
 
 
 def bits_apart(first: Any, second: Any) -> np.ndarray:
-    """Of signed words: numpy counts the bits of a negative number's absolute value."""
+    """Of signed words, without numpy 2's function, which numpy 1 lacks."""
     different = np.asarray(first, dtype=np.int64) ^ np.asarray(second, dtype=np.int64)
-    return np.bitwise_count(different.view(np.uint64)).astype(np.int64)
+    ones = np.array([each.bit_count() for each in range(256)])
+    return ones[different[..., None].view(np.uint8)].sum(axis=-1)
 
 
 def kept_of_all_pairs(
