@@ -158,7 +158,10 @@ def test_a_spark_connect_server_older_than_the_client_is_named_with_both_version
     require_session(Session("4.2.1"), connect=True)  # type: ignore[arg-type]
 
 
-def test_a_session_whose_connect_server_has_gone_is_to_be_stopped_first() -> None:
+def test_a_session_whose_connect_server_has_gone_is_to_be_stopped_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     of_session = frame_of(None, connect=True)
     gone = type("Session", (), {"is_stopped": True, "__module__": "pyspark.sql.connect.session"})
     type(of_session).sparkSession = gone()
