@@ -127,6 +127,7 @@ def test_compiled_code_predicts_the_same_for_batches_of_any_size(
     assert np.array_equal(found[:, -1], np.full(ROWS, float(compiled)))
 
 
+@pytest.mark.versions
 def test_the_function_takes_vectors_and_goes_with_the_module_as_it_is_when_made(
     rows: DataFrame,
 ) -> None:
@@ -144,6 +145,20 @@ def test_the_function_takes_vectors_and_goes_with_the_module_as_it_is_when_made(
     assert predicted.schema["old"].dataType.simpleString() == "double"
     assert np.allclose(values(predicted, "old"), old, atol=1e-6)
     assert set(values(predicted, "new")) == {2.0}
+
+
+@pytest.mark.versions
+def test_the_function_takes_sparse_vectors_beside_dense_ones_and_skips_rows_without_one(
+    spark: SparkSession,
+) -> None:
+    vectors = [Vectors.dense([1, 2]), Vectors.sparse(2, {1: 3}), None, Vectors.sparse(2, {})]
+    rows = spark.createDataFrame(list(enumerate(vectors)), ["id", "x"])
+    module = nn.Linear(2, 1).double()
+    module.load_state_dict({"weight": torch.tensor([[1.0, 10.0]]), "bias": torch.tensor([0.5])})
+    example = torch.zeros(1, 2, dtype=torch.float64)
+    predict = TorchModel.from_module(module, example, handleInvalid="skip").udf()
+    found = rows.coalesce(1).select("id", predict("x").alias("prediction"))
+    assert values(found).tolist() == [21.5, 30.5, None, 0.5]
 
 
 @pytest.mark.nightly

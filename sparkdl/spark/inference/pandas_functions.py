@@ -20,6 +20,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparkdl.encodings.linalg import VECTOR_FIELDS, VECTOR_TYPE
 from sparkdl.errors import DataError
 from sparkdl.spark.catalyst.versions import arrow_type
 from sparkdl.spark.inference.columns import Arrays, Function, columns_of, struct_of
@@ -192,6 +193,9 @@ def _inferred(column: Any, *, skips_nan: bool) -> pa.Array:
     """
     if isinstance(column, pd.DataFrame):
         names = [str(name) for name in column.columns]
+        if names == VECTOR_FIELDS:  # a dense one has a null size, and only a null one a null type
+            null = column["type"].isnull().to_numpy()
+            return _array(column, VECTOR_TYPE, null, np.zeros(len(column), bool))
         parts = [_inferred(column[name], skips_nan=skips_nan) for name in column.columns]
         return pa.StructArray.from_arrays(parts, names=names)
     values = pa.array(column.to_numpy())
