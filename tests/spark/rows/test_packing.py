@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyspark
 import pytest
 from frames import configured, in_files
 from pyspark.ml.linalg import Vectors, VectorUDT
@@ -135,7 +136,8 @@ def test_numbers_of_one_type_come_together_and_arrays_in_bytes(files: DataFrame)
 
 
 def test_arrays_in_files_come_in_bytes_alone(files: DataFrame) -> None:
-    rest = [F.size("c5:rest"), F.size("c7:rest"), F.coalesce(F.size("c6:rest"), F.lit(0))]
+    lengths = map(F.array_size, ("c5:rest", "c6:rest", "c7:rest"))  # of null, size is -1 in Spark 3
+    rest = [F.coalesce(each, F.lit(0)) for each in lengths]
     assert packed(files).select(F.sum(sum(rest))).collect() == [(0,)]
 
 
@@ -215,6 +217,8 @@ ROW_BYTES = 784 * 4
 @pytest.fixture(scope="module")
 def wide(spark: SparkSession) -> DataFrame:
     """Two partitions of 6.3 MB, fewer rows than Spark would put into one record batch."""
+    if pyspark.__version__ < "4":
+        pytest.skip("Spark 3.5 limits the rows of record batches, not their bytes")
     return spark.range(0, 4000, 1, 2).select(F.expr("array_repeat(float(1), 784)").alias("x"))
 
 
