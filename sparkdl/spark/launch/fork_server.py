@@ -19,21 +19,30 @@ import pyarrow as pa
 from sparkdl.spark.launch.rank_host import EXIT_S, end_with_parent
 
 _SERVER, _TASK = os.getpid(), os.getppid()
-# ``forkserver.main`` is called with its listener's descriptor, and says so nowhere else this early.
-(_LISTENER, *_) = re.findall(r"main\((\d+)", sys.orig_argv[-1]) or ["-1"]
+
+
+def _find_address() -> str:
+    """The file of the socket at which the task asks for ranks; empty if this is no server."""
+    # ``forkserver.main`` is called with its listener's descriptor, and says so nowhere else.
+    found = re.findall(r"main\((\d+)", sys.orig_argv[-1])
+    if not found:
+        return ""
+    with socket.socket(fileno=os.dup(int(found[0]))) as listener:
+        return str(listener.getsockname())
+
+
+_ADDRESS = _find_address()
 
 
 def _remove_socket() -> None:
     """Remove the file of the socket: nobody else does if the task has been killed.
 
-    A rank runs what is registered here too, when its descriptor of that number is another file's.
+    By its name, as the socket itself may be closed by now. A rank runs what is registered here too.
     """
-    if os.getpid() != _SERVER:
-        return
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(_LISTENER))) as listener:
-        address = listener.getsockname()
-        os.unlink(address)
-        os.rmdir(os.path.dirname(address))
+    if os.getpid() == _SERVER:
+        with contextlib.suppress(OSError):
+            os.unlink(_ADDRESS)
+            os.rmdir(os.path.dirname(_ADDRESS))
 
 
 def _end(number: int, frame: object) -> None:

@@ -186,6 +186,20 @@ def test_a_task_that_takes_its_time_to_end_leaves_no_socket(tmp_path: Path) -> N
     assert eventually(lambda: not list(tmp_path.glob("pymp-*")))
 
 
+def test_a_server_that_can_be_asked_for_no_more_ranks_leaves_no_socket(tmp_path: Path) -> None:
+    program = (
+        f"import os, signal, sys; sys.path[:] = {sys.path!r}\n"
+        f"from {__name__} import server\n"
+        "from multiprocessing.forkserver import _forkserver as known\n"
+        "pid = server()\n"
+        "os.close(known._forkserver_alive_fd)\n"
+        "os.waitpid(pid, 0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    run_python("-c", program, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert not list(tmp_path.glob("pymp-*"))
+
+
 def end(process: int, path: str, number: int) -> None:
     eventually(lambda: os.path.exists(path) and Path(path).read_text(), 60)
     os.kill(process, number)

@@ -181,7 +181,7 @@ def test_the_end_of_a_rank_removes_no_socket_of_the_users(tmp_path: Path) -> Non
         from sparkdl.spark.launch import fork_server
         users = socket.socket(socket.AF_UNIX)
         users.bind(sys.argv[1])
-        fork_server._LISTENER = users.fileno()
+        fork_server._ADDRESS = sys.argv[1]
         if os.fork() == 0:
             atexit._run_exitfuncs()
             os._exit(0)
