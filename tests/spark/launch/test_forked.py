@@ -174,30 +174,27 @@ def test_ranks_end_with_the_server_and_with_the_task(
     assert eventually(lambda: not list(tmp_path.glob("pymp-*")))
 
 
-def test_a_task_that_takes_its_time_to_end_leaves_no_socket(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ends",
+    [
+        # The kernel takes the end of the thread for that of the task.
+        "(t := threading.Thread(target=server)).start(), t.join(), time.sleep(1)",
+        "pid = server(); os.close(known._forkserver_alive_fd); os.waitpid(pid, 0)",
+    ],
+    ids=["while its task still runs", "once nobody can ask it for ranks"],
+)
+def test_a_server_that_ends_before_its_task_leaves_no_socket(tmp_path: Path, ends: str) -> None:
+    longer = "import sparkdl.spark.launch.rank_host as host; host.EXIT_S = 60.0"
+    (tmp_path / "sitecustomize.py").write_text(longer)
     program = (
-        f"import os, signal, sys, threading, time; sys.path[:] = {sys.path!r}\n"
-        f"from {__name__} import server\n"
-        "thread = threading.Thread(target=server)\n"
-        "thread.start(), thread.join(), time.sleep(1)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    run_python("-c", program, env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert eventually(lambda: not list(tmp_path.glob("pymp-*")))
-
-
-def test_a_server_that_can_be_asked_for_no_more_ranks_leaves_no_socket(tmp_path: Path) -> None:
-    program = (
-        f"import os, signal, sys; sys.path[:] = {sys.path!r}\n"
+        f"import os, signal, sys, threading, time; sys.path[:] = {[str(tmp_path), *sys.path]!r}\n"
         f"from {__name__} import server\n"
         "from multiprocessing.forkserver import _forkserver as known\n"
-        "pid = server()\n"
-        "os.close(known._forkserver_alive_fd)\n"
-        "os.waitpid(pid, 0)\n"
+        f"{ends}\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     run_python("-c", program, env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert not list(tmp_path.glob("pymp-*"))
+    assert eventually(lambda: not list(tmp_path.glob("pymp-*")), 60)
 
 
 def end(process: int, path: str, number: int) -> None:
