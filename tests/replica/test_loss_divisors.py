@@ -10,12 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from every_row import every, every_row
+from replicas import SGD
 from torch import Tensor, nn
 
 from sparkdl.errors import ModelError
 from sparkdl.protocols import Batch
 from sparkdl.replica import Replica
-from sparkdl.replica.losses import ClassIndexLoss, MinibatchLoss, reduction_of, with_reduction
+from sparkdl.replica.loss_use import require_own_targets_in
+from sparkdl.replica.losses import (
+    ClassIndexLoss,
+    MinibatchLoss,
+    ModelLoss,
+    reduction_of,
+    with_reduction,
+)
 
 torch.manual_seed(0)
 ROWS, CLASSES, LENGTH = 12, 4, 3
@@ -248,3 +256,28 @@ def test_a_row_is_scored_with_its_own_loss(name: str) -> None:
     found = MinibatchLoss(loss).scores(outputs, targets, ROWS)
     alone = torch.stack([loss(outputs[i : i + 1], targets[i : i + 1]) for i in range(ROWS)])
     torch.testing.assert_close(found, alone.nan_to_num(0.0))
+
+
+class CountsTokens(nn.Linear):
+    """Computes the mean over the labels that count, as Hugging Face's models do."""
+
+    def forward(self, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": functional.cross_entropy(super().forward(features), labels)}
+
+
+@every_row((-100, True), (0, False))
+def test_a_models_own_loss_that_is_no_mean_over_rows_is_warned_of_for_several_workers(
+    caplog: pytest.LogCaptureFixture, first_label: int, warned: bool
+) -> None:
+    def rows_of(rows: int) -> Batch:
+        kinds = torch.arange(rows) % 2
+        labels = torch.where(kinds == 0, first_label, 1)
+        return Batch((torch.stack([kinds, 1.0 - kinds, kinds], dim=1),), labels, True)
+
+    caplog.clear()
+    replica = Replica(CountsTokens(3, 2), SGD, ModelLoss())
+    require_own_targets_in(replica, rows_of, scores=False)
+    assert not caplog.messages
+    require_own_targets_in(replica, rows_of, scores=False, several=True)
+    assert len(caplog.messages) == warned
+    assert all("not the mean of the losses of its rows" in each for each in caplog.messages)

@@ -350,31 +350,6 @@ def test_a_models_own_loss_that_adds_up_rows_is_refused_for_several_workers() ->
         require_own_targets_in(summed, made_up_codes, scores=False, several=True)
 
 
-class CountsTokens(nn.Linear):
-    """Computes the mean over the labels that count, as Hugging Face's models do."""
-
-    def forward(self, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": functional.cross_entropy(super().forward(features), labels)}
-
-
-@every_row((-100, True), (0, False))
-def test_a_models_own_loss_that_is_no_mean_over_rows_is_warned_of_for_several_workers(
-    caplog: pytest.LogCaptureFixture, first_label: int, warned: bool
-) -> None:
-    def rows_of(rows: int) -> Batch:
-        kinds = torch.arange(rows) % 2
-        labels = torch.where(kinds == 0, first_label, 1)
-        return Batch((torch.stack([kinds, 1.0 - kinds, kinds], dim=1),), labels, True)
-
-    caplog.clear()
-    replica = Replica(CountsTokens(3, 2), SGD, ModelLoss())
-    require_own_targets_in(replica, rows_of, scores=False)
-    assert not caplog.messages
-    require_own_targets_in(replica, rows_of, scores=False, several=True)
-    assert len(caplog.messages) == warned
-    assert all("not the mean of the losses of its rows" in each for each in caplog.messages)
-
-
 def test_the_rows_tried_with_are_no_width_of_the_outputs() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return own(outputs[:, :1] - torch.arange(11.0), targets[:, None])
